@@ -1,0 +1,247 @@
+"""One region becomes an ATen program in single-assignment form, split into numbers and elements.
+
+Before: a region of the Dynamo graph: in-place torch calls on tensors and Python numbers. After: an `UpdateProgram`, two
+functional ATen graphs: `scalars`, what happens to 0-d tensors (step counters, bias corrections), and `elements`, what
+happens to each element, which reads the results of the first as 0-d inputs. They are kept apart because a power in the
+inner loop of a kernel costs more than the rest of the update (design.md, fact 8).
+
+A number that the graph was specialised on is a constant of the program. One that changes (a scheduled learning rate) is a
+0-d fp64 input; torch then computes as it would have with the number, up to the rounding of that number.
+
+Not every update is elementwise. One that is not raises `NotElementwise` with the operator that decided it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qcompile._compat import example_of, trace
+from qcompile.passes.find_state import Inputs
+from qcompile.passes.outline_updates import Region, is_scalar
+
+aten = torch.ops.aten
+# Elementwise without the tag: they copy, convert, or fill with one value in the shape of their argument.
+SHAPE_PRESERVING = frozenset(
+    {
+        aten.clone.default,
+        aten.copy.default,
+        aten.copy_.default,
+        aten._to_copy.default,
+        aten.full_like.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.empty_like.default,
+        aten.fill.Scalar,
+        aten.fill.Tensor,
+        aten.alias.default,
+        aten.detach.default,
+    }
+)
+
+
+class NotElementwise(Exception):  # noqa: N818
+    """The update mixes elements, so it cannot run block by block. Becomes a reason in the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor of the parameter's shape that the update reads.
+
+    Attributes:
+        index: its place among the region's inputs.
+        role: "param", "state" or "input".
+        written: whether the update writes it.
+    """
+
+    index: int
+    role: str
+    dtype: torch.dtype
+    written: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateProgram:
+    """A functional update.
+
+    Attributes:
+        operands: inputs of `elements`, in order; after them come the results of `scalars`.
+        elements: returns the new value of each written operand, in order.
+        numbers: which of the region's inputs `scalars` reads, in order.
+        scalars: returns the 0-d inputs of `elements`, then the new value of each number in `written_numbers`.
+        written_numbers: positions in `numbers` of the 0-d tensors that the update writes.
+        scalar_count: how many 0-d inputs `elements` has.
+    """
+
+    operands: tuple[Operand, ...]
+    elements: fx.GraphModule
+    numbers: tuple[int, ...]
+    scalars: fx.GraphModule
+    written_numbers: tuple[int, ...]
+    scalar_count: int
+
+
+def functionalize(region: Region, inputs: Inputs) -> UpdateProgram:
+    """Trace `region` and split it; raises `NotElementwise`."""
+    shape, args, mode = _fake_args(region, inputs)
+    graph = _region_graph(region)
+    try:
+        gm = trace(torch.func.functionalize(_runner(graph), remove="mutations_and_views"), args, mode, decompose=False)
+    except NotElementwise:
+        raise
+    except Exception as error:
+        raise NotElementwise(
+            f"its update could not be traced: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+    gm.graph.eliminate_dead_code()
+    _check_elementwise(gm, shape)
+    return _split(gm, region, inputs)
+
+
+def _fake_args(region: Region, inputs: Inputs) -> tuple[torch.Size, list[Tensor], Any]:
+    shapes = {example_of(a).shape for a in region.inputs if a in inputs.params or a in inputs.state}
+    if len(shapes) != 1:
+        found = ", ".join(sorted(str(tuple(s)) for s in shapes)) or "none"
+        raise NotElementwise(f"its update touches parameters or state of several shapes: {found}")
+    (shape,) = shapes
+    mode = torch._subclasses.FakeTensorMode()
+    args = []
+    with mode:
+        for node in region.inputs:
+            example = example_of(node)
+            if not isinstance(example, Tensor):
+                args.append(torch.empty((), dtype=torch.float64))
+                continue
+            if example.dtype.is_complex or example.layout != torch.strided:
+                raise NotElementwise(f"it is {'complex' if example.dtype.is_complex else 'sparse'}")
+            if example.dim() > 0 and example.shape != shape:
+                raise NotElementwise(f"its update reads a tensor of shape {tuple(example.shape)}")
+            args.append(torch.empty(example.shape, dtype=example.dtype, device=example.device))
+    return shape, args, mode
+
+
+def _region_graph(region: Region) -> fx.Graph:
+    graph, env = fx.Graph(), {}
+    for i, node in enumerate(region.inputs):
+        env[node] = graph.placeholder(f"input_{i}")
+    for node in region.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(())
+    return graph
+
+
+def _runner(graph: fx.Graph) -> Callable[..., list[Tensor]]:
+    def run(*args: Tensor) -> list[Tensor]:
+        values: dict[fx.Node, Any] = {}
+        left = iter(args)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(left)
+            elif node.op != "output":
+                node_args, node_kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+                values[node] = _call(node, node_args, node_kwargs)
+        return []
+
+    return run
+
+
+def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call what the node calls; a number that is an input arrives as a 0-d tensor where torch may want a Python number."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name == "item":
+        return args[0]
+    if isinstance(kwargs.get("alpha"), Tensor):
+        args, kwargs = (
+            (args[0], args[1] * kwargs["alpha"], *args[2:]),
+            {k: v for k, v in kwargs.items() if k != "alpha"},
+        )
+    if isinstance(kwargs.get("value"), Tensor):
+        args, kwargs = (
+            (args[0], args[1] * kwargs["value"], *args[2:]),
+            {k: v for k, v in kwargs.items() if k != "value"},
+        )
+    if name.rstrip("_") == "lerp":
+        args, kwargs = _lerp_arguments(args, kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _lerp_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+    if isinstance(weight, Tensor):
+        weight = weight.to(args[0].dtype)
+    return (*args[:2], weight), {k: v for k, v in kwargs.items() if k != "weight"}
+
+
+def _check_elementwise(gm: fx.GraphModule, shape: torch.Size) -> None:
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.pointwise not in tags and node.target not in SHAPE_PRESERVING:
+            raise NotElementwise(f"{node.target} in its update is not elementwise")
+        value = node.meta["val"]
+        if value.dim() > 0 and value.shape != shape:
+            raise NotElementwise(f"{node.target} in its update makes a tensor of shape {tuple(value.shape)}")
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise NotElementwise(f"{node.target} in its update draws random numbers")
+
+
+def _split(gm: fx.GraphModule, region: Region, inputs: Inputs) -> UpdateProgram:
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    written = {n.args[0]: n.args[1] for n in gm.graph.nodes if n.target is aten.copy_.default}
+    computed = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not aten.copy_.default]
+    is_number = {n: n.meta["val"].dim() == 0 for n in [*placeholders, *computed]}
+    if any(is_number[n] and any(not is_number[a] for a in n.all_input_nodes) for n in computed):
+        raise NotElementwise("a number in its update is computed from elements")
+
+    numbers = [n for n in placeholders if is_number[n]]
+    elements = [n for n in placeholders if not is_number[n]]
+    wanted = [
+        n for n in is_number if is_number[n] and any(not is_number.get(u, False) and u in is_number for u in n.users)
+    ]
+    wanted += [
+        value for target, value in written.items() if not is_number[target] and is_number[value] and value not in wanted
+    ]
+    written_numbers = [n for n in numbers if n in written]
+    element_dtype = torch.float64 if any(n.meta["val"].dtype == torch.float64 for n in elements) else torch.float32
+
+    scalars, env = _subgraph(numbers, [n for n in computed if is_number[n]])
+    results = [scalars.call_function(aten._to_copy.default, (env[n],), {"dtype": element_dtype}) for n in wanted]
+    scalars.output([*results, *(env[written[n]] for n in written_numbers)])
+
+    body, env = _subgraph([*elements, *wanted], [n for n in computed if not is_number[n]])
+    targets = [n for n in elements if n in written]
+    body.output([env[written[n]] for n in targets])
+
+    where = {n: i for i, n in enumerate(placeholders)}
+    roles = {n: _role(region.inputs[i], inputs) for n, i in where.items()}
+    return UpdateProgram(
+        operands=tuple(Operand(where[n], roles[n], n.meta["val"].dtype, n in written) for n in elements),
+        elements=fx.GraphModule({}, body),
+        numbers=tuple(where[n] for n in numbers),
+        scalars=fx.GraphModule({}, scalars),
+        written_numbers=tuple(numbers.index(n) for n in written_numbers),
+        scalar_count=len(wanted),
+    )
+
+
+def _role(node: fx.Node, inputs: Inputs) -> str:
+    if is_scalar(node):
+        return "input"
+    return "param" if node in inputs.params else "state" if node in inputs.state else "input"
+
+
+def _subgraph(leaves: list[fx.Node], computed: list[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    graph, env = fx.Graph(), {}
+    for node in leaves:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in computed:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    return graph, env

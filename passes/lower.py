@@ -1,0 +1,29 @@
+"""Hand a verified kernel graph to Inductor.
+
+Before: a `QuantizedUpdate`. After: a `Kernel`, compiled for the device, with its source. The compiled code must not have
+assumed anything about the number of rows but the bound of 32-bit indices, which the launcher respects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from qcompile._compat import code_language, lower_with_inductor
+from qcompile.exc import GraphSpecError
+from qcompile.passes.quantize_update import QuantizedUpdate
+from qcompile.runtime.launch import Kernel
+
+NAME = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
+
+
+def lower(update: QuantizedUpdate, device: torch.device, settings: Mapping[str, Any]) -> Kernel:
+    """Compile `update` with Inductor for `device`; `settings` is Inductor's configuration."""
+    call, source = lower_with_inductor(update.graph, update.inputs, update.world.fake_mode, settings)
+    if guards := update.world.unexpected_guards():
+        raise GraphSpecError("lower", f"the kernel holds only where {guards}")
+    names = NAME.findall(source)
+    return Kernel(call, ", ".join(names) or "none", code_language(device), source, update.returned_scales)

@@ -1,0 +1,168 @@
+"""The passes in order: from one Dynamo graph to update classes and a rest.
+
+    flatten_foreach    first, so that the updates of different parameters fall apart
+    find_state         on the flattened graph; knows parameters and state by identity
+    outline_updates    needs both; afterwards each region is compiled for itself
+    per distinct region program, once:
+      functionalize    the other passes read a single-assignment ATen program
+      infer_sign       on the program before decomposition, where a square is still visible
+    per region:
+      plan_storage     needs the tensors (size, strides, values), so it is made for each region
+    per program and storage, once per process:
+      quantize_update  writes the decision into the graph
+      verify           between the last rewrite and code generation
+      lower            Inductor
+
+Nothing of the user's is changed here: conversion of state is `qcompile.backend`'s, after everything has compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from qcompile._compat import code_language, copy_of
+from qcompile.options import Options
+from qcompile.passes.find_state import Inputs, find_state
+from qcompile.passes.flatten_foreach import flatten_foreach
+from qcompile.passes.functionalize import NotElementwise, UpdateProgram, functionalize
+from qcompile.passes.infer_sign import infer_sign
+from qcompile.passes.lower import lower
+from qcompile.passes.outline_updates import Region, outline_updates, written_by
+from qcompile.passes.plan_storage import StatePlan, plan_storage, refuse_state
+from qcompile.passes.quantize_update import Storage, quantize_update
+from qcompile.passes.verify import verify
+from qcompile.runtime.formats import Format
+from qcompile.runtime.launch import Kernel, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRegion:
+    """A region, its program, the plan of each of its state operands, and the storage that follows from them."""
+
+    region: Region
+    program: UpdateProgram
+    plans: dict[int, StatePlan]
+
+    @property
+    def storage(self) -> tuple[Format | None, ...]:
+        return tuple(self.plans[i].format if i in self.plans else None for i in range(len(self.program.operands)))
+
+    @property
+    def key(self) -> tuple[str, Storage]:
+        return self.region.key, self.storage
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledClass:
+    """An update class: its regions, what they share, and its kernels."""
+
+    regions: tuple[PlannedRegion, ...]
+    layout: Layout
+    quantized: Kernel | None
+    dense: Kernel | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGraph:
+    """What became of a graph.
+
+    Attributes:
+        gm: the graph that was compiled, a copy of Dynamo's; its region nodes are still in it.
+        inputs: its inputs.
+        classes: the update classes.
+        refused: plans of the state that no region could take.
+    """
+
+    gm: fx.GraphModule
+    inputs: Inputs
+    classes: tuple[CompiledClass, ...]
+    refused: dict[fx.Node, StatePlan]
+
+
+def updates_state(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether `gm` writes anything in place and reads optimizer state; a quick answer for the many graphs that do not."""
+    if not any(written_by(n) or "_foreach_" in getattr(n.target, "__name__", "") for n in gm.graph.nodes):
+        return False
+    return bool(find_state(gm, example_inputs).state)
+
+
+def compile_updates(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, settings: Mapping[str, Any]
+) -> CompiledGraph:
+    """Run all passes; `example_inputs` are the real values of the placeholders."""
+    gm = copy_of(gm)
+    flatten_foreach(gm)
+    inputs = find_state(gm, example_inputs)
+    outline = outline_updates(gm, inputs)
+    refused = {node: refuse_state(node, inputs, reason, options) for node, reason in outline.refused.items()}
+    planned: list[PlannedRegion] = []
+    for region in outline.regions:
+        try:
+            program, signs = _program(region, inputs)
+        except NotElementwise as reason:
+            refused.update(
+                {n: refuse_state(n, inputs, str(reason), options) for n in region.inputs if n in inputs.state}
+            )
+        else:
+            plans = plan_storage(region, program, signs, inputs, options)
+            planned.append(PlannedRegion(region, program, plans))
+    by_key: dict[tuple[str, Storage], list[PlannedRegion]] = {}
+    for item in planned:
+        by_key.setdefault(item.key, []).append(item)
+    classes = tuple(_compile_class(tuple(group), inputs, settings) for group in by_key.values())
+    return CompiledGraph(gm, inputs, classes, refused)
+
+
+# Kept for the life of the process: a reloaded checkpoint or a new parameter group compiles nothing again.
+_PROGRAMS: dict[tuple[Any, ...], tuple[UpdateProgram, tuple[bool, ...]] | NotElementwise] = {}
+_KERNELS: dict[tuple[Any, ...], Kernel] = {}
+
+
+def _program(region: Region, inputs: Inputs) -> tuple[UpdateProgram, tuple[bool, ...]]:
+    if region.key not in _PROGRAMS:
+        try:
+            program = functionalize(region, inputs)
+            _PROGRAMS[region.key] = program, infer_sign(program)
+        except NotElementwise as reason:
+            _PROGRAMS[region.key] = reason
+    found = _PROGRAMS[region.key]
+    if isinstance(found, NotElementwise):
+        raise found
+    return found
+
+
+def _compile_class(group: tuple[PlannedRegion, ...], inputs: Inputs, settings: Mapping[str, Any]) -> CompiledClass:
+    first = group[0]
+    program, storage = first.program, first.storage
+    device = inputs.tensors[first.region.inputs[program.operands[0].index]].device
+    block = next((fmt.block_size for fmt in storage if fmt is not None), None)
+    sizes = [inputs.tensors[item.region.inputs[program.operands[0].index]].numel() for item in group]
+    tail = tuple(torch.float32 if fmt is not None else None for fmt in storage)
+    quantized = None if block is None else _kernel(first.region.key, program, storage, device, settings)
+    needs_dense = block is None or any(size % block for size in sizes)
+    layout = Layout(
+        storage,
+        tuple(operand.written for operand in program.operands),
+        program.scalars,
+        program.scalar_count,
+        program.written_numbers,
+    )
+    dense = _kernel(first.region.key, program, tail, device, settings) if needs_dense else None
+    return CompiledClass(group, layout, quantized, dense)
+
+
+def _kernel(
+    key: str, program: UpdateProgram, storage: Storage, device: torch.device, settings: Mapping[str, Any]
+) -> Kernel:
+    language = code_language(device)
+    cache_key = (key, storage, language, repr(sorted(settings.items())))
+    if cache_key not in _KERNELS:
+        update = quantize_update(program, storage, device, scales_in_place=language != "C++")
+        verify(update, program, storage)
+        _KERNELS[cache_key] = lower(update, device, settings)
+    return _KERNELS[cache_key]

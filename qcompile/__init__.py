@@ -1,0 +1,41 @@
+"""Train with quantized optimizer state: `torch.compile(train_step, backend="qstate")`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# In a checkout, `passes` and `runtime` lie beside this folder; an installed package has them inside it.
+_checkout = Path(__file__).resolve().parent.parent
+if (_checkout / "pyproject.toml").exists() and str(_checkout) not in __path__:
+    __path__.append(str(_checkout))
+
+from qcompile.backend import qstate  # noqa: E402
+from qcompile.exc import (  # noqa: E402
+    InvalidOptionError,
+    NotQuantizedError,
+    QCompileError,
+    UnknownOptionError,
+    UnknownRecipeError,
+    UnsupportedTorchError,
+)
+from qcompile.explain import Report, explain  # noqa: E402
+from qcompile.recipes import RECIPES, Recipe  # noqa: E402
+from qcompile.runtime.state import QuantizedState  # noqa: E402
+from qcompile.step import train_step  # noqa: E402
+
+__all__ = [
+    "RECIPES",
+    "InvalidOptionError",
+    "NotQuantizedError",
+    "QCompileError",
+    "QuantizedState",
+    "Recipe",
+    "Report",
+    "UnknownOptionError",
+    "UnknownRecipeError",
+    "UnsupportedTorchError",
+    "explain",
+    "qstate",
+    "train_step",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,260 @@
+"""Every private torch name that qcompile uses, each behind a function that says what it is for.
+
+It probes features, not versions. `tests/test_compat.py` asserts the names and signatures, so that a new torch fails
+there first, with names. Imports of the compiler are inside the functions: importing qcompile stays cheap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+from qcompile.exc import UnsupportedTorchError
+
+copy_all = torch._foreach_copy_
+
+# module, attribute path
+NEEDED = (
+    ("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx"),
+    ("torch._dynamo.source", "AttrSource"),
+    ("torch._inductor", "list_mode_options"),
+    ("torch._inductor.choices", "InductorChoices.should_use_persistent_reduction"),
+    ("torch._inductor.compile_fx", "compile_fx"),
+    ("torch._inductor.compile_fx", "compile_fx_inner"),
+    ("torch._inductor.decomposition", "select_decomp_table"),
+    ("torch._inductor.loop_body", "LoopBody.get_read_expr"),
+    ("torch._inductor.virtualized", "V.set_fake_mode"),
+    ("torch._inductor.virtualized", "V.set_choices_handler"),
+    ("torch._guards", "TracingContext"),
+    ("torch._guards", "tracing"),
+    ("torch._subclasses", "FakeTensorMode"),
+    ("torch.fx.experimental.proxy_tensor", "make_fx"),
+    ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.create_symbol"),
+    ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.create_symintnode"),
+    ("torch.func", "functionalize"),
+)
+
+
+def missing_names() -> list[str]:
+    """Names of `NEEDED` that the installed torch does not have."""
+    missing = []
+    for module, path in NEEDED:
+        try:
+            functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError):
+            missing.append(f"{module}.{path}")
+    return missing
+
+
+@functools.cache
+def require_supported_torch() -> None:
+    """Raise `UnsupportedTorchError` when a needed name is missing."""
+    if missing := missing_names():
+        raise UnsupportedTorchError(missing, torch.__version__)
+
+
+# -- Which backend is this -----------------------------------------------------------------------------------------
+
+
+def unwrap_backend(backend: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The function the user named and the keywords `torch.compile` gives it, from under Dynamo's wrappers."""
+    keywords: Mapping[str, Any] = {}
+    while True:
+        if hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        elif type(backend).__name__ == "_TorchCompileWrapper":
+            backend, keywords = backend.compiler_fn, backend.kwargs
+        else:
+            return backend, keywords
+
+
+def tracing_backend() -> tuple[Any, Mapping[str, Any]]:
+    """Backend and keywords for which Dynamo is tracing right now, or (None, {})."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        tracer = InstructionTranslator.current_tx()
+    except AttributeError:
+        return None, {}
+    return unwrap_backend(tracer.output.compiler_fn)
+
+
+def enclosing_backends() -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Backends of the `torch.compile`d functions on this thread's stack, innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
+            context = frame.f_locals.get("self")
+            if context is not None and hasattr(context, "callback"):
+                yield unwrap_backend(context.callback)
+        frame = cast(Any, frame.f_back)
+
+
+# -- Dynamo's graph ------------------------------------------------------------------------------------------------
+
+
+def is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def example_of(node: fx.Node) -> Any:
+    """The fake value Dynamo computed for a node: a tensor, a SymInt or SymFloat, or None."""
+    return node.meta.get("example_value")
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that may be edited: Dynamo reads its own placeholders again after a backend returns (design.md, fact 18)."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for old, new in copies.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    return _module(gm, graph)
+
+
+def without_unused_attributes(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph in a module that holds only the tensors it uses."""
+    return _module(gm, gm.graph)
+
+
+def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    out = fx.GraphModule(gm, graph)
+    out.meta = gm.meta
+    sources = getattr(gm, "_param_name_to_source", {})
+    out._param_name_to_source = {k: v for k, v in sources.items() if hasattr(out, k)}  # type: ignore[assignment]
+    return out
+
+
+# -- Fake tensors with a symbolic number of rows -------------------------------------------------------------------
+
+
+class SymbolicRows:
+    """A fake-tensor world in which one extent, the number of rows, is symbolic; so one kernel serves every size."""
+
+    def __init__(self, hint: int = 8192) -> None:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+        self.shape_env = ShapeEnv()
+        self.fake_mode = torch._subclasses.FakeTensorMode(shape_env=self.shape_env)
+        source = ConstantSource("rows")
+        symbol = self.shape_env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+        self.rows = self.shape_env.create_symintnode(symbol, hint=hint, source=source)
+
+    def empty(self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+        with self.fake_mode:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+    def unexpected_guards(self) -> list[str]:
+        """Conditions on `rows` that code generation assumed, other than the bound of 32-bit indices."""
+        found = (str(guard.expr) for guard in self.shape_env.guards)
+        return [expr for expr in found if not expr.endswith("<= 2147483647")]
+
+
+def trace(function: Callable[..., Any], args: Sequence[Any], mode: Any, decompose: bool) -> fx.GraphModule:
+    """An ATen graph of `function` over fake tensors; with Inductor's decompositions, or none."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with mode, torch.no_grad():
+        gm = make_fx(function, decomposition_table=select_decomp_table() if decompose else None)(*args)
+    return cast(fx.GraphModule, gm)
+
+
+# -- Inductor ------------------------------------------------------------------------------------------------------
+
+
+def inductor_settings(mode: str | None, options: Mapping[str, object] | None) -> dict[str, Any]:
+    """Inductor's configuration for a `torch.compile` mode and explicit options, the latter winning."""
+    from torch._inductor import list_mode_options
+
+    settings: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
+    settings.update({name.replace("-", "_"): value for name, value in (options or {}).items()})
+    return settings
+
+
+def stock_inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """What `backend="inductor"` does."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(settings) or None))
+
+
+@contextlib.contextmanager
+def _outer_loop_fusion_without_key_error() -> Iterator[None]:
+    """Inductor's C++ asks where a buffer is read by a node that reads it under the name of its mutation, and fails.
+
+    `LoopBody.get_read_expr` raises KeyError in `try_outer_loop_fusion_with_local_buf` (torch 2.11 to 2.14). None makes
+    the caller keep that buffer in memory, which is what it does for every other pattern it does not know.
+    """
+    from torch._inductor.loop_body import LoopBody
+
+    original = LoopBody.get_read_expr
+
+    def get_read_expr(self: Any, name: str) -> Any:
+        try:
+            return original(self, name)
+        except KeyError:
+            return None
+
+    with mock.patch.object(LoopBody, "get_read_expr", get_read_expr):
+        yield
+
+
+@contextlib.contextmanager
+def _one_pass_reductions() -> Iterator[None]:
+    """Keep a whole block in registers up to 4096 elements; Inductor loops, and reads everything twice, from 1024 on."""
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.virtualized import V
+
+    class OnePass(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            return not cooperative_reduction
+
+    with V.set_choices_handler(OnePass()):
+        yield
+
+
+def code_language(device: torch.device) -> str:
+    """What Inductor generates for a device now: "C++" or "Triton"."""
+    import torch._inductor.config as inductor_config
+
+    return "C++" if device.type == "cpu" and inductor_config.cpu_backend == "cpp" else "Triton"
+
+
+def lower_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Tensor], mode: Any, settings: Mapping[str, Any]
+) -> tuple[Callable[[list[Any]], Any], str]:
+    """Compile a functional ATen graph, whose last nodes copy into inputs, and give the callable and its source.
+
+    The callable takes a list, which it empties, and returns the graph's outputs.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    allowed = {k: v for k, v in settings.items() if not k.startswith("triton.cudagraph")}
+    with (
+        inductor_config.patch(allowed),
+        tracing(TracingContext(mode)),
+        V.set_fake_mode(mode),
+        _outer_loop_fusion_without_key_error(),
+        _one_pass_reductions(),
+    ):
+        compiled = compile_fx_inner(gm, list(inputs))
+    return cast("Callable[[list[Any]], Any]", compiled), str(getattr(compiled, "source_code", ""))

@@ -1,0 +1,146 @@
+"""The `qstate` backend: what `torch.compile(..., backend="qstate")` calls with each graph.
+
+A graph that updates optimizer state goes through `passes.pipeline`; what is left of it, and every other graph, is
+compiled as `backend="inductor"` would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qcompile import hooks
+from qcompile._compat import inductor_settings, require_supported_torch, stock_inductor, without_unused_attributes
+from qcompile.dense_step import note_activity
+from qcompile.exc import NotQuantizedError
+from qcompile.options import Options
+from qcompile.passes.pipeline import CompiledClass, CompiledGraph, PlannedRegion, compile_updates, updates_state
+from qcompile.passes.plan_storage import node_of_param
+from qcompile.plan import apply_plans, refusals
+from qcompile.runtime.launch import Region, Source, UpdateClass
+
+
+def qstate(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, object] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph.
+
+    Args:
+        gm: Dynamo's graph; it is not changed.
+        example_inputs: the values of its placeholders, in order.
+        options: see `qcompile.options.Options`.
+        mode: a mode of `torch.compile`, for Inductor.
+
+    Raises:
+        UnsupportedTorchError: torch lacks an API that is needed.
+        UnknownRecipeError, UnknownOptionError, InvalidOptionError: `options` is wrong.
+        NotQuantizedError: `strict=True` and some state would stay dense.
+    """
+    require_supported_torch()
+    note_activity()
+    chosen = Options.parse(options)
+    settings = inductor_settings(mode, chosen.inductor)
+    if not updates_state(gm, example_inputs):
+        return stock_inductor(gm, example_inputs, settings)
+    compiled = compile_updates(gm, example_inputs, chosen, settings)
+    if chosen.strict and (found := refusals(compiled)):
+        raise NotQuantizedError(found)
+    rest = _Rest(compiled)
+    apply_plans(compiled)
+    return _executable(compiled, rest, rest.compile(example_inputs, settings))
+
+
+hooks.install(qstate)
+
+
+class _Rest:
+    """The graph without its regions, which also hands out what the regions read from it."""
+
+    def __init__(self, compiled: CompiledGraph) -> None:
+        self.compiled, self.gm = compiled, compiled.gm
+        graph = self.gm.graph
+        self.placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        items = [item for group in compiled.classes for item in group.regions]
+        owned = {n for item in items for n in item.region.nodes}
+        wanted = dict.fromkeys(a for item in items for a in item.region.inputs)
+        self.handed = [n for n in wanted if n.op not in ("placeholder", "get_attr")]
+        self.positions = {n: i for i, n in enumerate(self.placeholders)}
+        self.positions.update({n: len(self.placeholders) + i for i, n in enumerate(self.handed)})
+        output = next(n for n in graph.nodes if n.op == "output")
+        self.outputs = len(output.args[0])
+        output.args = ((*output.args[0], *self.handed),)
+        keep = {n for n in graph.nodes if n not in owned}
+        needed = {a for n in keep for a in n.all_input_nodes if a in owned}  # pure numbers that both sides use
+        for node in reversed(list(graph.nodes)):
+            if node in owned and (node in needed or any(u in needed for u in node.users)):
+                needed.add(node)
+        for node in reversed(list(graph.nodes)):
+            unused_state = node.op == "get_attr" and not node.users
+            if unused_state or (node in owned and node not in needed):
+                graph.erase_node(node)
+
+    def compile(self, example_inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any] | None:
+        """Compile what is left, or None where nothing is. State that went dense is read from where it is now."""
+        values = list(example_inputs)
+        for node, plan in self.compiled.refused.items():
+            optimizer, param = plan.optimizer(), plan.param()
+            if optimizer is None or param is None:
+                continue
+            dense = optimizer.state[param][plan.key]
+            if node.op == "placeholder":
+                values[self.positions[node]] = dense
+            elif hasattr(self.gm, str(node.target)):
+                setattr(self.gm, str(node.target), dense)
+        left = [n for n in self.gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+        if not left and not self.outputs:
+            return None
+        self.gm.graph.lint()
+        return stock_inductor(without_unused_attributes(self.gm), values, settings)
+
+
+def _executable(compiled: CompiledGraph, rest: _Rest, run_rest: Callable[..., Any] | None) -> Callable[..., Any]:
+    classes = [_bind(group, compiled, rest) for group in compiled.classes]
+    outputs = rest.outputs
+
+    def run(*args: Any) -> Any:
+        note_activity()
+        results = tuple(run_rest(*args)) if run_rest is not None else ()
+        values = [*args, *results[outputs:]]
+        with torch.no_grad():
+            for group in classes:
+                group.run(values)
+        return results[:outputs]
+
+    return run
+
+
+def _bind(group: CompiledClass, compiled: CompiledGraph, rest: _Rest) -> UpdateClass:
+    regions = [_region(item, compiled, rest) for item in group.regions]
+    return UpdateClass(group.layout, regions, group.quantized, group.dense)
+
+
+def _region(item: PlannedRegion, compiled: CompiledGraph, rest: _Rest) -> Region:
+    inputs = compiled.inputs
+
+    def source(index: int) -> Source:
+        node = item.region.inputs[index]
+        if node in rest.positions:
+            return rest.positions[node]
+        if node in inputs.state and (slot := inputs.state[node]).optimizer() is not None:
+            value = slot.optimizer().state[slot.param][slot.key]  # type: ignore[union-attr]
+            assert isinstance(value, Tensor)
+            return value
+        return inputs.tensors[node]
+
+    return Region(
+        tuple(source(operand.index) for operand in item.program.operands),
+        tuple(source(index) for index in item.program.numbers),
+        inputs.tensors[node_of_param(item.region, inputs)],
+    )

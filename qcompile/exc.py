@@ -1,0 +1,61 @@
+"""Errors. Each says what was found, what is allowed and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class QCompileError(RuntimeError):
+    """Base of every error that qcompile raises."""
+
+
+class UnsupportedTorchError(QCompileError):
+    """An API that the backend needs is missing from the installed torch."""
+
+    def __init__(self, missing: Iterable[str], version: str) -> None:
+        super().__init__(
+            f"torch {version} lacks what the qstate backend needs: {', '.join(sorted(missing))}. "
+            "torch 2.11 or newer is supported; install one, or compile with backend='inductor'."
+        )
+
+
+class UnknownRecipeError(QCompileError, ValueError):
+    """The recipe does not exist."""
+
+    def __init__(self, found: object, allowed: Iterable[str]) -> None:
+        super().__init__(f"unknown recipe {found!r}; recipes are {', '.join(map(repr, allowed))}")
+
+
+class UnknownOptionError(QCompileError, ValueError):
+    """An option does not exist."""
+
+    def __init__(self, found: Iterable[str], allowed: Iterable[str]) -> None:
+        super().__init__(
+            f"unknown option {', '.join(map(repr, sorted(found)))}; options are {', '.join(sorted(allowed))}"
+        )
+
+
+class InvalidOptionError(QCompileError, ValueError):
+    """An option has a value that it cannot take."""
+
+    def __init__(self, name: str, found: object, allowed: str) -> None:
+        super().__init__(f"option {name}={found!r}: {name} must be {allowed}")
+
+
+class NotQuantizedError(QCompileError):
+    """`strict=True`, and some optimizer state stays dense."""
+
+    def __init__(self, refusals: Iterable[str]) -> None:
+        lines = list(refusals)
+        shown = "\n  ".join(lines[:20]) + (f"\n  ... and {len(lines) - 20} more" if len(lines) > 20 else "")
+        super().__init__(
+            f"strict=True, and {len(lines)} state buffer(s) would stay dense:\n  {shown}\n"
+            "Drop strict=True to train with these dense; print(qcompile.explain(optimizer)) then shows all of them."
+        )
+
+
+class GraphSpecError(QCompileError):
+    """A pass broke the specification of its stage: a fault of qcompile. Please report it with the message."""
+
+    def __init__(self, stage: str, fault: str) -> None:
+        super().__init__(f"after {stage}: {fault}")

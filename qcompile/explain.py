@@ -1,0 +1,222 @@
+"""`explain`: what the compiler found, decided and generated for an optimizer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qcompile.plan import ClassSummary, Record, record_of
+from qcompile.runtime.launch import Kernel
+from qcompile.runtime.state import QuantizedState
+
+NEVER_COMPILED = "no step of this optimizer was compiled with backend='qstate' yet"
+NEW = "created or replaced after the last compiled step; the next one plans it"
+
+
+@dataclass(frozen=True, slots=True)
+class StateReport:
+    """One state buffer.
+
+    Attributes:
+        param: name of the parameter in its module, or its position as `group.index`.
+        key: name of the buffer in `optimizer.state[param]`.
+        shape, dtype: what the buffer shows.
+        sign: "non-negative" where that was proved, else "signed".
+        format: how it is stored, or "dense".
+        reason: why it is dense; None where it is quantized.
+        dense_bytes: size without quantization.
+        stored_bytes: size now.
+        update_class: index into `Report.classes`, or None.
+    """
+
+    param: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sign: str
+    format: str
+    reason: str | None
+    dense_bytes: int
+    stored_bytes: int
+    update_class: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    """One generated kernel: `name`, `language` ("C++" or "Triton"), the module's `source`, and what it is for."""
+
+    name: str
+    language: str
+    source: str = field(repr=False)
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClassReport:
+    """An update class: how many parameters it updates, and the indices of its kernels in `Report.kernels`."""
+
+    regions: int
+    kernels: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `explain` returns. `print` shows it as tables.
+
+    Attributes:
+        states: every tensor in the state of the optimizers.
+        classes: the update classes.
+        kernels: the generated kernels.
+        graphs: update graphs compiled so far.
+    """
+
+    states: tuple[StateReport, ...]
+    classes: tuple[ClassReport, ...]
+    kernels: tuple[KernelReport, ...]
+    graphs: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all state as it is stored."""
+        return sum(state.stored_bytes for state in self.states)
+
+    @property
+    def dense_state_bytes(self) -> int:
+        """Bytes of all state if none were quantized."""
+        return sum(state.dense_bytes for state in self.states)
+
+    def __str__(self) -> str:
+        return "\n".join([*_state_lines(self.states), "", *_class_lines(self), "", _totals(self)])
+
+
+def explain(*optimizers: Optimizer) -> Report:
+    """Report on the state of optimizers whose step was compiled with `backend="qstate"`.
+
+    Every tensor in `optimizer.state` is in the report, as quantized or with the reason why it is dense. It is a tool to
+    look with: it searches the process for modules, to name parameters, and is not meant for the inside of a loop.
+    """
+    names = _parameter_names(p for o in optimizers for group in o.param_groups for p in group["params"])
+    classes: list[ClassSummary] = []
+    states = []
+    for optimizer in optimizers:
+        record = record_of(optimizer)
+        for param, buffers in optimizer.state.items():
+            for key, value in buffers.items() if isinstance(buffers, dict) else ():
+                if isinstance(value, Tensor):
+                    states.append(_state(names.get(id(param), "?"), param, key, value, record, classes))
+    kernels, class_reports = _kernels(classes)
+    graphs = sum(record_of(optimizer).graphs for optimizer in optimizers)
+    return Report(tuple(states), class_reports, kernels, graphs)
+
+
+def _state(
+    name: str, param: Tensor, key: str, value: Tensor, record: Record, classes: list[ClassSummary]
+) -> StateReport:
+    plan = record.plans.get((id(param), key))
+    group = record.classes.get((id(param), key))
+    if group is not None and not any(group is other for other in classes):
+        classes.append(group)
+    dense_bytes = value.numel() * value.element_size()
+    reason = None
+    if not isinstance(value, QuantizedState):
+        if not value.is_floating_point() and not value.is_complex():
+            reason = f"{value.dtype} is not floating"
+        elif value.dim() == 0:
+            reason = "a number"
+        elif record.dense_reason is not None:
+            reason = record.dense_reason
+        else:
+            reason = (plan.reason or NEW) if plan is not None else (NEW if record.plans else NEVER_COMPILED)
+    return StateReport(
+        param=name,
+        key=key,
+        shape=tuple(value.shape),
+        dtype=value.dtype,
+        sign="non-negative" if plan is not None and plan.non_negative else "signed",
+        format=str(value.format) if isinstance(value, QuantizedState) else "dense",
+        reason=reason,
+        dense_bytes=dense_bytes,
+        stored_bytes=value.stored_bytes if isinstance(value, QuantizedState) else dense_bytes,
+        update_class=next((i for i, other in enumerate(classes) if other is group), None),
+    )
+
+
+def _kernels(classes: list[ClassSummary]) -> tuple[tuple[KernelReport, ...], tuple[ClassReport, ...]]:
+    found: list[Kernel] = []
+    kernels, reports = [], []
+    for group in classes:
+        indices = []
+        for kernel, role in ((group.quantized, "quantized blocks"), (group.dense, "dense tensors and tails")):
+            if kernel is None:
+                continue
+            if not any(kernel is other for other in found):
+                found.append(kernel)
+                kernels.append(KernelReport(kernel.name, kernel.language, kernel.source, role))
+            indices.append(next(i for i, other in enumerate(found) if other is kernel))
+        reports.append(ClassReport(group.regions, tuple(indices)))
+    return tuple(kernels), tuple(reports)
+
+
+def _parameter_names(params: Iterable[Tensor]) -> dict[int, str]:
+    """Names by id: from the largest live module that holds the parameter, else its position."""
+    params = list(params)
+    names = {id(p): str(i) for i, p in enumerate(params)}
+    wanted, sizes = set(names), dict.fromkeys(names, 0)
+    for module in gc.get_objects():
+        if issubclass(type(module), nn.Module):
+            own = [(name, id(p)) for name, p in module.named_parameters() if id(p) in wanted]
+            for name, key in own:
+                if len(own) > sizes[key]:
+                    names[key], sizes[key] = name, len(own)
+    return names
+
+
+def _state_lines(states: tuple[StateReport, ...]) -> list[str]:
+    rows = [("parameter", "state", "shape", "sign", "format", "dense B", "stored B", "class")]
+    numbers: dict[tuple[str, str], int] = {}
+    for s in states:
+        if not s.shape:
+            numbers[s.key, s.reason or s.format] = numbers.get((s.key, s.reason or s.format), 0) + 1
+            continue
+        where = "-" if s.update_class is None else str(s.update_class)
+        fmt = s.format if s.reason is None else f"dense: {s.reason}"
+        shape = "x".join(map(str, s.shape))
+        rows.append((s.param, s.key, shape, s.sign, fmt, f"{s.dense_bytes:,}", f"{s.stored_bytes:,}", where))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    right = {5, 6, 7}
+    lines = [
+        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    return [line.rstrip() for line in lines] + [
+        f"{key}: {count} buffer(s), dense: {reason}" for (key, reason), count in numbers.items()
+    ]
+
+
+def _class_lines(report: Report) -> list[str]:
+    lines = []
+    for i, group in enumerate(report.classes):
+        kernels = "; ".join(
+            f"{report.kernels[k].role}: {report.kernels[k].name} ({report.kernels[k].language})" for k in group.kernels
+        )
+        lines.append(f"class {i}: {group.regions} region(s); {kernels}")
+    return lines or ["no update class was compiled"]
+
+
+def _totals(report: Report) -> str:
+    dense, stored = report.dense_state_bytes, report.state_bytes
+    quantized = [s for s in report.states if s.reason is None]
+    share = f" ({stored / dense:.3f} of dense)" if dense else ""
+    total = (
+        f"state: {stored:,} bytes, dense {dense:,}{share}; {len(quantized)} of {len(report.states)} buffers quantized"
+    )
+    if quantized:
+        own = sum(s.stored_bytes for s in quantized) / sum(s.dense_bytes for s in quantized)
+        total += f", these at {own:.4f} of dense"
+    return f"{total}; {report.graphs} update graph(s), {len(report.kernels)} kernel(s)"

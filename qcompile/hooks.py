@@ -1,0 +1,154 @@
+"""What happens to an optimizer around a compiled step, before any graph reaches the backend.
+
+`torch.optim`'s global step hooks are public. Dynamo traces them; where it traces for our backend they call functions it
+is told to leave alone, so that these run as plain Python in front of and behind every compiled step:
+
+- `fused` and `foreach` implementations are switched to the per-tensor one for the duration of the step: torch keeps
+  Dynamo out of fused functions, and one implementation gives one update class. The flags are put back after the step.
+- State that does not exist yet is created and quantized parameter by parameter, so that dense state never exists for
+  more than one of them.
+
+A step that runs eagerly although a function compiled with our backend called it is reported once, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from qcompile import _compat
+from qcompile.dense_step import begin_step, end_step, note_eager_step
+from qcompile.options import Options
+from qcompile.passes.find_state import is_state_buffer
+from qcompile.runtime.layout import is_flat
+from qcompile.runtime.state import QuantizedState
+
+# Key in a parameter group under which its own flags are kept while a step runs.
+SAVED = "_qstate_flags"
+FLAGS = ("fused", "foreach")
+
+_backend: Callable[..., Any] | None = None
+_tokens: list[Options] = []
+_watcher: ContextVar[weakref.WeakSet[Optimizer] | None] = ContextVar("qstate_watcher", default=None)
+
+
+def install(backend: Callable[..., Any]) -> None:
+    """Register the hooks, once per process."""
+    global _backend
+    if _backend is None:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+    _backend = backend
+
+
+@contextlib.contextmanager
+def watching(optimizers: weakref.WeakSet[Optimizer]) -> Iterator[None]:
+    """Add every optimizer that steps in this context, compiled or not, to `optimizers`."""
+    token = _watcher.set(optimizers)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        token = _trace_token()
+        if token >= 0:
+            _prepare(optimizer, token)
+    else:
+        _watch(optimizer)
+        note_eager_step(optimizer, _backend)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        token = _trace_token()
+        if token >= 0:
+            _finish(optimizer, token)
+    else:
+        restore_flags(optimizer)
+
+
+@torch.compiler.assume_constant_result
+def _trace_token() -> int:
+    """Which of `_tokens` are the options of the backend that is being traced for; -1 for other backends."""
+    backend, keywords = _compat.tracing_backend()
+    if backend is None or backend is not _backend:
+        return -1
+    options = Options.parse(keywords.get("options"))
+    if options not in _tokens:
+        _tokens.append(options)
+    return _tokens.index(options)
+
+
+@torch.compiler.disable
+def _prepare(optimizer: Optimizer, token: int) -> None:
+    options = _tokens[token]
+    _watch(optimizer)
+    begin_step(optimizer)
+    create_state(optimizer, options)
+    for group in optimizer.param_groups:
+        flags = {name: group[name] for name in FLAGS if name in group}
+        if flags and SAVED not in group:
+            group[SAVED] = flags
+            group.update(dict.fromkeys(flags, False))
+
+
+def _watch(optimizer: Optimizer) -> None:
+    if (watcher := _watcher.get()) is not None:
+        watcher.add(optimizer)
+
+
+@torch.compiler.disable
+def _finish(optimizer: Optimizer, token: int) -> None:
+    restore_flags(optimizer)
+    end_step(optimizer, _tokens[token])
+
+
+def restore_flags(optimizer: Optimizer) -> None:
+    """Give every group its own `fused` and `foreach` back."""
+    for group in optimizer.param_groups:
+        group.update(group.pop(SAVED, {}))
+
+
+def create_state(optimizer: Optimizer, options: Options) -> None:
+    """Create missing state and quantize it, for one parameter at a time.
+
+    Works where an optimizer creates state in `_init_group(group, *lists)`, as torch's do; elsewhere the first step makes
+    dense state, which is quantized when the next one is compiled.
+    """
+    if not options.chosen.quantized or not hasattr(optimizer, "_init_group"):
+        return
+    parameters = list(inspect.signature(optimizer._init_group).parameters.values())
+    lists = [p for p in parameters[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and param.grad.layout == torch.strided and not optimizer.state.get(param):
+                alone = {**group, **group.get(SAVED, {}), "params": [param]}
+                optimizer._init_group(alone, *([] for _ in lists))
+                quantize_new_state(optimizer, param, options)
+
+
+def quantize_new_state(optimizer: Optimizer, param: Tensor, options: Options) -> None:
+    """Quantize the state of one parameter, with a sign, as long as nothing is known about it.
+
+    The plan, made from the graph, gives it its final format.
+    """
+    fmt = options.format(signed=True)
+    assert fmt is not None
+    buffers = optimizer.state.get(param, {})
+    for key, value in buffers.items():
+        fits = is_state_buffer(value) and value.is_floating_point() and value.shape == param.shape and is_flat(value)
+        if fits and value.numel() >= max(options.min_numel, fmt.block_size):
+            quantize = QuantizedState.quantize if value.any() else QuantizedState.zeros_like
+            buffers[key] = quantize(value, fmt)

@@ -1,0 +1,1 @@
+"""Storage and execution: formats, codecs, `QuantizedState`, binding and launching of update kernels. Knows no FX."""

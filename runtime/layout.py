@@ -1,0 +1,42 @@
+"""Flat views in storage order.
+
+An elementwise update does not care in which order it visits elements, as long as parameter, gradient and state agree.
+So every tensor is seen as the flat run of its storage; a channels_last or transposed parameter costs no copy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_flat(tensor: Tensor) -> bool:
+    """Whether the elements fill one run of storage, each exactly once."""
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A 1-D view of a tensor for which `is_flat` holds, shape (numel,), in storage order."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def same_order(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape visit their elements in the same storage order."""
+    return all(s == t or n == 1 for s, t, n in zip(a.stride(), b.stride(), a.shape, strict=True))
+
+
+def like(tensor: Tensor, model: Tensor) -> Tensor:
+    """`tensor` if it lies in storage as `model` does, else a copy that does. `model` must be flat."""
+    if same_order(tensor, model):
+        return tensor
+    copy = torch.empty_strided(model.shape, model.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
