@@ -44,7 +44,7 @@ def qstate(
         NotQuantizedError: `strict=True` and some state would stay dense.
     """
     require_supported_torch()
-    note_activity()
+    hooks.note_graph()
     chosen = Options.parse(options)
     settings = inductor_settings(mode, chosen.inductor)
     if not updates_state(gm, example_inputs):

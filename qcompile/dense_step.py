@@ -44,7 +44,9 @@ def end_step(optimizer: Optimizer, options: Options) -> None:
     """Called behind every step for which `begin_step` was."""
     before = next((count for reference, count in reversed(_running) if reference() is optimizer), _activity)
     del _running[:]
-    if _activity != before:
+    if _has_sparse_gradient(optimizer):
+        _report(optimizer, options)
+    elif _activity != before:
         _reached.add(optimizer)
     elif optimizer not in _reached or _holds_quantized(optimizer):
         _report(optimizer, options)
@@ -70,6 +72,11 @@ def _report(optimizer: Optimizer, options: Options) -> None:
         log.warning("%s.step was compiled with backend='qstate' but runs dense: %s", name, reason)
 
 
+def _has_sparse_gradient(optimizer: Optimizer) -> bool:
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return any(g is not None and g.layout != torch.strided for g in gradients)
+
+
 def _holds_quantized(optimizer: Optimizer) -> bool:
     buffers = (b for values in optimizer.state.values() if isinstance(values, dict) for b in values.values())
     return any(isinstance(b, QuantizedState) for b in buffers)
@@ -77,8 +84,7 @@ def _holds_quantized(optimizer: Optimizer) -> bool:
 
 def dense_reason(optimizer: Optimizer) -> str:
     """Why an optimizer's step did not reach the compiler, as far as can be told."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if any(g.layout != torch.strided for g in gradients):
+    if _has_sparse_gradient(optimizer):
         return "a gradient is sparse, and torch does not compile sparse updates"
     if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
         return f"torch does not compile {type(optimizer).__name__}.step"

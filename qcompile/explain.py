@@ -72,7 +72,7 @@ class Report:
         states: every tensor in the state of the optimizers.
         classes: the update classes.
         kernels: the generated kernels.
-        graphs: update graphs compiled so far.
+        graphs: graphs compiled so far: those that update state, or all of a step that `train_step` made.
     """
 
     states: tuple[StateReport, ...]
@@ -219,4 +219,4 @@ def _totals(report: Report) -> str:
     if quantized:
         own = sum(s.stored_bytes for s in quantized) / sum(s.dense_bytes for s in quantized)
         total += f", these at {own:.4f} of dense"
-    return f"{total}; {report.graphs} update graph(s), {len(report.kernels)} kernel(s)"
+    return f"{total}; {report.graphs} graph(s), {len(report.kernels)} kernel(s)"

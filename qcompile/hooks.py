@@ -18,6 +18,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from qcompile import _compat
-from qcompile.dense_step import begin_step, end_step, note_eager_step
+from qcompile.dense_step import begin_step, end_step, note_activity, note_eager_step
 from qcompile.options import Options
 from qcompile.passes.find_state import is_state_buffer
 from qcompile.runtime.layout import is_flat
@@ -38,7 +39,17 @@ FLAGS = ("fused", "foreach")
 
 _backend: Callable[..., Any] | None = None
 _tokens: list[Options] = []
-_watcher: ContextVar[weakref.WeakSet[Optimizer] | None] = ContextVar("qstate_watcher", default=None)
+
+
+@dataclass(slots=True)
+class Watch:
+    """What happened inside a `train_step` function: the optimizers that stepped and how many graphs were compiled."""
+
+    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    graphs: int = 0
+
+
+_watch: ContextVar[Watch | None] = ContextVar("qstate_watch", default=None)
 
 
 def install(backend: Callable[..., Any]) -> None:
@@ -51,13 +62,20 @@ def install(backend: Callable[..., Any]) -> None:
 
 
 @contextlib.contextmanager
-def watching(optimizers: weakref.WeakSet[Optimizer]) -> Iterator[None]:
-    """Add every optimizer that steps in this context, compiled or not, to `optimizers`."""
-    token = _watcher.set(optimizers)
+def watching(watch: Watch) -> Iterator[None]:
+    """Note what happens in this context in `watch`."""
+    token = _watch.set(watch)
     try:
         yield
     finally:
-        _watcher.reset(token)
+        _watch.reset(token)
+
+
+def note_graph() -> None:
+    """Called whenever our backend compiles a graph."""
+    note_activity()
+    if (watch := _watch.get()) is not None:
+        watch.graphs += 1
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -66,7 +84,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if token >= 0:
             _prepare(optimizer, token)
     else:
-        _watch(optimizer)
+        _note_step(optimizer)
         note_eager_step(optimizer, _backend)
 
 
@@ -94,7 +112,7 @@ def _trace_token() -> int:
 @torch.compiler.disable
 def _prepare(optimizer: Optimizer, token: int) -> None:
     options = _tokens[token]
-    _watch(optimizer)
+    _note_step(optimizer)
     begin_step(optimizer)
     create_state(optimizer, options)
     for group in optimizer.param_groups:
@@ -104,9 +122,9 @@ def _prepare(optimizer: Optimizer, token: int) -> None:
             group.update(dict.fromkeys(flags, False))
 
 
-def _watch(optimizer: Optimizer) -> None:
-    if (watcher := _watcher.get()) is not None:
-        watcher.add(optimizer)
+def _note_step(optimizer: Optimizer) -> None:
+    if (watch := _watch.get()) is not None:
+        watch.optimizers.add(optimizer)
 
 
 @torch.compiler.disable

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
-from torch.optim import Optimizer
 
 from qcompile import hooks
 from qcompile.explain import Report, explain
@@ -65,14 +64,14 @@ def train_step(
 
     def decorate(function: Callable[..., Any]) -> Any:
         compiled = torch.compile(function, backend="qstate", options=options or None, mode=mode, dynamic=dynamic)
-        optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        watch = hooks.Watch()
 
         @functools.wraps(function)
         def step(*args: Any, **kwargs: Any) -> Any:
-            with hooks.watching(optimizers):
+            with hooks.watching(watch):
                 return compiled(*args, **kwargs)
 
-        cast(Any, step).explain = lambda: explain(*optimizers)
+        cast(Any, step).explain = lambda: dataclasses.replace(explain(*watch.optimizers), graphs=watch.graphs)
         return step
 
     return decorate if function is None else decorate(function)
