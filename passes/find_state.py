@@ -34,11 +34,13 @@ class Inputs:
         tensors: each tensor input's real tensor.
         params: inputs that an optimizer updates.
         state: inputs that are optimizer state of floating dtype with at least one dimension, and where they live.
+        numbers: inputs that are 0-d tensors in optimizer state, such as step counters, and where they live.
     """
 
     tensors: dict[fx.Node, Tensor]
     params: frozenset[fx.Node]
     state: dict[fx.Node, Slot]
+    numbers: dict[fx.Node, Slot]
 
 
 def live_optimizers() -> list[Optimizer]:
@@ -60,11 +62,12 @@ def find_state(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Inputs:
         params.update(id(p) for group in optimizer.param_groups for p in group["params"])
         for param, buffers in optimizer.state.items():
             if isinstance(param, Tensor) and isinstance(buffers, dict):
-                slots.update({id(b): Slot(reference, param, k) for k, b in buffers.items() if is_state_buffer(b)})
+                slots.update({id(b): Slot(reference, param, k) for k, b in buffers.items() if isinstance(b, Tensor)})
     return Inputs(
         tensors,
         frozenset(n for n, t in tensors.items() if id(t) in params),
-        {n: slots[id(t)] for n, t in tensors.items() if id(t) in slots},
+        {n: slots[id(t)] for n, t in tensors.items() if id(t) in slots and is_state_buffer(t)},
+        {n: slots[id(t)] for n, t in tensors.items() if id(t) in slots and t.dim() == 0},
     )
 
 

@@ -22,7 +22,8 @@ from torch import Tensor, fx
 
 from qcompile._compat import example_of, trace
 from qcompile.passes.find_state import Inputs
-from qcompile.passes.outline_updates import Region, is_scalar
+from qcompile.passes.outline_updates import Region
+from qcompile.passes.thread_writes import is_scalar
 
 aten = torch.ops.aten
 # Elementwise without the tag: they copy, convert, or fill with one value in the shape of their argument.
@@ -74,7 +75,7 @@ class UpdateProgram:
         numbers: which of the region's inputs `scalars` reads, in order.
         scalars: returns the 0-d inputs of `elements`, then the new value of each number in `written_numbers`.
         written_numbers: positions in `numbers` of the 0-d tensors that the update writes.
-        scalar_count: how many 0-d inputs `elements` has.
+        scalar_dtypes: dtypes of the 0-d inputs of `elements`.
     """
 
     operands: tuple[Operand, ...]
@@ -82,7 +83,7 @@ class UpdateProgram:
     numbers: tuple[int, ...]
     scalars: fx.GraphModule
     written_numbers: tuple[int, ...]
-    scalar_count: int
+    scalar_dtypes: tuple[torch.dtype, ...]
 
 
 def functionalize(region: Region, inputs: Inputs) -> UpdateProgram:
@@ -180,25 +181,27 @@ def _lerp_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
 
 def _check_elementwise(gm: fx.GraphModule, shape: torch.Size) -> None:
     for node in gm.graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or _is_number(node):
             continue
         tags = getattr(node.target, "tags", ())
         if torch.Tag.pointwise not in tags and node.target not in SHAPE_PRESERVING:
             raise NotElementwise(f"{node.target} in its update is not elementwise")
         value = node.meta["val"]
-        if value.dim() > 0 and value.shape != shape:
+        if value.shape != shape:
             raise NotElementwise(f"{node.target} in its update makes a tensor of shape {tuple(value.shape)}")
         if torch.Tag.nondeterministic_seeded in tags:
             raise NotElementwise(f"{node.target} in its update draws random numbers")
+
+
+def _is_number(node: fx.Node) -> bool:
+    return node.meta["val"].dim() == 0 and all(a.meta["val"].dim() == 0 for a in node.all_input_nodes)
 
 
 def _split(gm: fx.GraphModule, region: Region, inputs: Inputs) -> UpdateProgram:
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     written = {n.args[0]: n.args[1] for n in gm.graph.nodes if n.target is aten.copy_.default}
     computed = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not aten.copy_.default]
-    is_number = {n: n.meta["val"].dim() == 0 for n in [*placeholders, *computed]}
-    if any(is_number[n] and any(not is_number[a] for a in n.all_input_nodes) for n in computed):
-        raise NotElementwise("a number in its update is computed from elements")
+    is_number = {n: _is_number(n) for n in [*placeholders, *computed]}
 
     numbers = [n for n in placeholders if is_number[n]]
     elements = [n for n in placeholders if not is_number[n]]
@@ -212,7 +215,9 @@ def _split(gm: fx.GraphModule, region: Region, inputs: Inputs) -> UpdateProgram:
     element_dtype = torch.float64 if any(n.meta["val"].dtype == torch.float64 for n in elements) else torch.float32
 
     scalars, env = _subgraph(numbers, [n for n in computed if is_number[n]])
-    results = [scalars.call_function(aten._to_copy.default, (env[n],), {"dtype": element_dtype}) for n in wanted]
+    dtypes = [element_dtype if n.meta["val"].is_floating_point() else n.meta["val"].dtype for n in wanted]
+    casts = zip(wanted, dtypes, strict=True)
+    results = [scalars.call_function(aten._to_copy.default, (env[n],), {"dtype": dtype}) for n, dtype in casts]
     scalars.output([*results, *(env[written[n]] for n in written_numbers)])
 
     body, env = _subgraph([*elements, *wanted], [n for n in computed if not is_number[n]])
@@ -227,7 +232,7 @@ def _split(gm: fx.GraphModule, region: Region, inputs: Inputs) -> UpdateProgram:
         numbers=tuple(where[n] for n in numbers),
         scalars=fx.GraphModule({}, scalars),
         written_numbers=tuple(numbers.index(n) for n in written_numbers),
-        scalar_count=len(wanted),
+        scalar_dtypes=tuple(dtypes),
     )
 
 

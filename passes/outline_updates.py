@@ -13,21 +13,15 @@ is refused, with the reason, and stays in the rest.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from qcompile._compat import example_of
 from qcompile.passes.find_state import Inputs
-
-IN_PLACE_OPERATORS = frozenset(
-    getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "ipow", "ifloordiv", "imod", "setitem")
-)
-IMPURE_METHODS = frozenset({"item", "tolist", "backward"})
+from qcompile.passes.thread_writes import is_scalar, returns_what_it_writes, written_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,56 +48,31 @@ class Outline:
 
 
 def outline_updates(gm: fx.GraphModule, inputs: Inputs) -> Outline:
-    """Find the update regions of `gm`."""
+    """Find the update regions of `gm`, which `thread_writes` has been over."""
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     roots = _roots(gm, inputs)
-    groups = _components(gm, inputs, roots)
+    fixed = {w for n in gm.graph.nodes for w in written_by(n)}
+    groups = [set(group) for group in _components(gm, inputs, roots)]
+    for group in groups:
+        _absorb(group, order, groups, fixed)
+        if own := _own_numbers(gm, group, groups, inputs, roots):
+            group |= own
+            _absorb(group, order, groups, fixed)
     refused: dict[fx.Node, str] = {}
-    accepted = [set(group) for group in groups]
-    for group in accepted:
-        _absorb(group, order, accepted)
     while True:
-        owned = set().union(*accepted) if accepted else set()
-        bad = [(group, reason) for group in accepted if (reason := _conflict(gm, group, owned, order, roots))]
+        owned = set().union(*groups) if groups else set()
+        bad = [(group, reason) for group in groups if (reason := _conflict(gm, group, owned, order, roots, fixed))]
         if not bad:
             break
         for group, reason in bad:
-            accepted.remove(group)
+            groups.remove(group)
             refused.update({roots[n]: reason for n in group if roots.get(n) in inputs.state})
             refused.update({a: reason for n in group for a in n.all_input_nodes if a in inputs.state})
-    regions = [_region(group, order, inputs) for group in accepted]
+    regions = [_region(group, order, inputs, fixed) for group in groups]
     regions.sort(key=lambda region: order[region.nodes[0]])
-    touched = {a for region in regions for a in region.inputs}
-    refused.update(
-        {s: "the graph reads it but does not update it" for s in inputs.state if s not in touched | set(refused)}
-    )
+    touched = {a for region in regions for a in region.inputs} | set(refused)
+    refused.update({s: "the graph reads it but does not update it" for s in inputs.state if s not in touched})
     return Outline(tuple(regions), refused)
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """Nodes whose tensors `node` writes in place."""
-    if node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
-        return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
-    if node.op != "call_function":
-        return []
-    out = [a for a in [node.kwargs.get("out")] if isinstance(a, fx.Node)]
-    name = getattr(node.target, "__name__", "")
-    if node.target in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
-        first = node.args[0]
-        return out + [a for a in (first if isinstance(first, (list, tuple)) else [first]) if isinstance(a, fx.Node)]
-    if schema := getattr(node.target, "_schema", None):
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                out += [a for a in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(a, fx.Node)]
-    return out
-
-
-def is_scalar(node: fx.Node) -> bool:
-    """Whether a node is a number or a tensor without dimensions."""
-    example = example_of(node)
-    if isinstance(example, Tensor):
-        return example.dim() == 0
-    return isinstance(example, (int, float, torch.SymInt, torch.SymFloat))
 
 
 def _roots(gm: fx.GraphModule, inputs: Inputs) -> dict[fx.Node, fx.Node]:
@@ -111,15 +80,14 @@ def _roots(gm: fx.GraphModule, inputs: Inputs) -> dict[fx.Node, fx.Node]:
     storages = {}
     for node, tensor in inputs.tensors.items():
         example = example_of(node)
-        plain = isinstance(example, Tensor) and type(tensor) in (Tensor, torch.nn.Parameter)
+        plain = isinstance(example, Tensor) and type(tensor) in (Tensor, nn.Parameter)
         storages[StorageWeakRef(example.untyped_storage()) if plain else node] = node
     roots = {n: n for n in inputs.tensors}
     for node in gm.graph.nodes:
         if node in roots or node.op in ("placeholder", "get_attr", "output"):
             continue
-        in_place = (node.op == "call_method" and written_by(node)) or node.target in IN_PLACE_OPERATORS
-        if in_place and node.args[0] in roots:
-            roots[node] = roots[node.args[0]]
+        if returns_what_it_writes(node) and written_by(node)[0] in roots:
+            roots[node] = roots[written_by(node)[0]]
         elif type(example := example_of(node)).__name__ == "FakeTensor":
             owner = storages.get(StorageWeakRef(example.untyped_storage()))
             if owner is not None:
@@ -159,9 +127,11 @@ def _components(gm: fx.GraphModule, inputs: Inputs, roots: dict[fx.Node, fx.Node
     return list(groups.values())
 
 
-def _absorb(group: set[fx.Node], order: dict[fx.Node, int], others: Iterable[set[fx.Node]]) -> None:
+def _absorb(
+    group: set[fx.Node], order: dict[fx.Node, int], groups: Iterable[set[fx.Node]], fixed: set[fx.Node]
+) -> None:
     """Take in what only this region uses, and a copy of every number that is computed from numbers."""
-    taken = set().union(*(other for other in others if other is not group))
+    taken = set().union(*(other for other in groups if other is not group))
     queue = sorted({a for n in group for a in n.all_input_nodes}, key=order.__getitem__)
     while queue:
         node = queue.pop()
@@ -169,9 +139,28 @@ def _absorb(group: set[fx.Node], order: dict[fx.Node, int], others: Iterable[set
             continue
         reduces = is_scalar(node) and not all(is_scalar(a) for a in node.all_input_nodes)
         exclusive = node not in taken and set(node.users) <= group and not reduces
-        if exclusive or _is_number(node):
+        if exclusive or _is_number(node, fixed):
             group.add(node)
             queue = sorted({*queue, *node.all_input_nodes}, key=order.__getitem__)
+
+
+def _own_numbers(
+    gm: fx.GraphModule,
+    group: set[fx.Node],
+    groups: Iterable[set[fx.Node]],
+    inputs: Inputs,
+    roots: dict[fx.Node, fx.Node],
+) -> set[fx.Node]:
+    """Writes to numbers in the state of this region's parameter (a step counter, a decayed rate) that nobody else uses."""
+    params = {id(inputs.tensors[roots[a]]) for n in group for a in n.all_input_nodes if roots.get(a) in inputs.params}
+    own = {n for n, slot in inputs.numbers.items() if id(slot.param) in params}
+    elsewhere = set().union(*(other for other in groups if other is not group))
+    touched = {roots[a] for n in elsewhere for a in n.all_input_nodes if a in roots}
+    return {
+        n
+        for n in gm.graph.nodes
+        if n not in group and any(roots.get(w) in own - touched for w in written_by(n)) and is_scalar(n)
+    }
 
 
 def _conflict(
@@ -180,11 +169,12 @@ def _conflict(
     owned: set[fx.Node],
     order: dict[fx.Node, int],
     roots: dict[fx.Node, fx.Node],
+    fixed: set[fx.Node],
 ) -> str | None:
     """Why running the group after everything that is in no region would give another result, or None."""
     touched: dict[fx.Node, tuple[int, bool]] = {}
     for node in group:
-        if any(user not in owned for user in node.users) and not _is_number(node):
+        if any(user not in owned for user in node.users) and not _is_number(node, fixed):
             return "a result of its update is used outside of it"
         written = {roots[w] for w in written_by(node) if w in roots}
         for root in {roots[a] for a in node.all_input_nodes if a in roots}:
@@ -200,20 +190,24 @@ def _conflict(
     return None
 
 
-def _is_number(node: fx.Node) -> bool:
-    """Whether a node computes a number from numbers and writes nothing, so that it may be computed twice."""
-    return is_scalar(node) and not written_by(node) and all(is_scalar(a) for a in node.all_input_nodes)
+def _is_number(node: fx.Node, fixed: set[fx.Node]) -> bool:
+    """Whether a node computes a number from numbers, and may be computed twice and at any time after its inputs.
+
+    Not if it writes, or if it or an input is written later (`fixed`).
+    """
+    read = node.all_input_nodes
+    return is_scalar(node) and not written_by(node) and all(is_scalar(a) for a in read) and not fixed & {node, *read}
 
 
-def _region(group: set[fx.Node], order: dict[fx.Node, int], inputs: Inputs) -> Region:
-    nodes = _canonical(sorted(group, key=order.__getitem__))
+def _region(group: set[fx.Node], order: dict[fx.Node, int], inputs: Inputs, fixed: set[fx.Node]) -> Region:
+    nodes = _canonical(sorted(group, key=order.__getitem__), fixed)
     outside = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in group))
     return Region(tuple(nodes), tuple(outside), _key(nodes, outside, inputs))
 
 
-def _canonical(ordered: list[fx.Node]) -> list[fx.Node]:
+def _canonical(ordered: list[fx.Node], fixed: set[fx.Node]) -> list[fx.Node]:
     """Put every number in front of its first use, so that sharing numbers between regions does not change their text."""
-    numbers = {n for n in ordered if _is_number(n)}
+    numbers = {n for n in ordered if _is_number(n, fixed)}
     out: dict[fx.Node, None] = {}
 
     def place(node: fx.Node) -> None:

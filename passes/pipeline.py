@@ -1,6 +1,7 @@
 """The passes in order: from one Dynamo graph to update classes and a rest.
 
     flatten_foreach    first, so that the updates of different parameters fall apart
+    thread_writes      makes in-place writes edges, along which the graph can be cut
     find_state         on the flattened graph; knows parameters and state by identity
     outline_updates    needs both; afterwards each region is compiled for itself
     per distinct region program, once:
@@ -32,9 +33,10 @@ from qcompile.passes.flatten_foreach import flatten_foreach
 from qcompile.passes.functionalize import NotElementwise, UpdateProgram, functionalize
 from qcompile.passes.infer_sign import infer_sign
 from qcompile.passes.lower import lower
-from qcompile.passes.outline_updates import Region, outline_updates, written_by
+from qcompile.passes.outline_updates import Region, outline_updates
 from qcompile.passes.plan_storage import StatePlan, plan_storage, refuse_state
 from qcompile.passes.quantize_update import Storage, quantize_update
+from qcompile.passes.thread_writes import thread_writes, written_by
 from qcompile.passes.verify import verify
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel, Layout
@@ -97,6 +99,7 @@ def compile_updates(
     """Run all passes; `example_inputs` are the real values of the placeholders."""
     gm = copy_of(gm)
     flatten_foreach(gm)
+    thread_writes(gm)
     inputs = find_state(gm, example_inputs)
     outline = outline_updates(gm, inputs)
     refused = {node: refuse_state(node, inputs, reason, options) for node, reason in outline.refused.items()}
@@ -149,7 +152,7 @@ def _compile_class(group: tuple[PlannedRegion, ...], inputs: Inputs, settings: M
         storage,
         tuple(operand.written for operand in program.operands),
         program.scalars,
-        program.scalar_count,
+        len(program.scalar_dtypes),
         program.written_numbers,
     )
     dense = _kernel(first.region.key, program, tail, device, settings) if needs_dense else None

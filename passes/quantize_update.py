@@ -57,9 +57,7 @@ def quantize_update(
         else:
             inputs.append(world.empty(shape, fmt.code_dtype, device))
             inputs.append(world.empty((world.rows, 1), torch.float32, device))
-    wide = any(operand.dtype == torch.float64 for operand in program.operands)
-    number = torch.float64 if wide else torch.float32
-    inputs += [world.empty((), number, device) for _ in range(program.scalar_count)]
+    inputs += [world.empty((), dtype, device) for dtype in program.scalar_dtypes]
     written = [i for i, operand in enumerate(program.operands) if operand.written]
 
     def kernel(*args: Tensor) -> tuple[Tensor, ...]:

@@ -44,8 +44,10 @@ def _verify_inputs(placeholders: list[fx.Node], program: UpdateProgram, storage:
         if found != expected:
             raise GraphSpecError("quantize_update", f"operand {operand} is stored as {fmt} but arrives as {found}")
         at += len(expected)
-    if len(placeholders) != at + program.scalar_count:
-        raise GraphSpecError("quantize_update", f"{len(placeholders)} inputs, expected {at + program.scalar_count}")
+    if len(placeholders) != at + len(program.scalar_dtypes):
+        raise GraphSpecError(
+            "quantize_update", f"{len(placeholders)} inputs, expected {at + len(program.scalar_dtypes)}"
+        )
 
 
 def _written(program: UpdateProgram, storage: Storage, returned: tuple[int, ...]) -> list[int]:
