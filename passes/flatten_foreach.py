@@ -22,7 +22,6 @@ RENAMED: dict[str, Callable[..., Any]] = {
     "clamp_min": lambda x, y: torch.clamp(x, min=y),
     "clamp_max": lambda x, y: torch.clamp(x, max=y),
 }
-RENAMED_IN_PLACE = {"maximum_": "clamp_", "minimum_": "clamp_", "clamp_min_": "clamp_min_", "clamp_max_": "clamp_max_"}
 
 
 def flatten_foreach(gm: fx.GraphModule) -> None:
@@ -60,6 +59,8 @@ def _flatten(graph: fx.Graph, node: fx.Node, name: str) -> None:
 
 
 def _one(graph: fx.Graph, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    if name.rstrip("_") in ("addcdiv", "addcmul") and len(args) == 4:
+        args, kwargs = args[:3], {"value": args[3]}
     if name in ("maximum_", "minimum_"):
         return graph.call_method("clamp_", args[:1], {"min" if name == "maximum_" else "max": args[1]})
     if name.endswith("_"):

@@ -87,16 +87,16 @@ def _read(
 def _store(
     cells: list[list[Tensor]], results: Any, written: list[int], storage: Storage, scales_in_place: bool
 ) -> list[Tensor]:
-    returned = []
-    for i, value in zip(written, results, strict=True):
-        fmt = storage[i]
-        if not isinstance(fmt, Format):
-            cells[i][0].copy_(value)
-            continue
-        codes, scale = encode_blocks(value.expand(cells[i][0].shape), fmt)
-        cells[i][0].copy_(codes)
-        if scales_in_place:
-            cells[i][1].copy_(scale)
-        else:
-            returned.append(scale)
-    return returned
+    formats = [storage[i] for i in written]
+    stored = [
+        encode_blocks(value.expand(cells[i][0].shape), fmt) if isinstance(fmt, Format) else (value,)
+        for i, value, fmt in zip(written, results, formats, strict=True)
+    ]
+    for i, values in zip(written, stored, strict=True):  # after all are computed: else Inductor's C++ splits the loop
+        cells[i][0].copy_(values[0])
+    scales = [(cells[i][1], values[1]) for i, values in zip(written, stored, strict=True) if len(values) == 2]
+    if not scales_in_place:
+        return [new for _, new in scales]
+    for cell, new in scales:
+        cell.copy_(new)
+    return []

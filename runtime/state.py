@@ -90,6 +90,11 @@ class QuantizedState(torch.Tensor):
             self.codes[rows], self.scale[rows] = encode_blocks(main[rows], self.format)
         self.tail.copy_(tail)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        dense = self.dequantize()
+        dense[index] = value.dequantize() if isinstance(value, QuantizedState) else value
+        self.store_(dense)
+
     def requantize_(self, fmt: Format) -> None:
         """Change the format in place. Values that are 0 stay 0; others are encoded again."""
         other = QuantizedState.quantize(self.dequantize(), fmt)

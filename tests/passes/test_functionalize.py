@@ -1,0 +1,166 @@
+"""Programs of real optimizers: snapshots of the two graphs, what is refused, and what is proved about signs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import fx
+from torch.optim import Optimizer
+
+from qcompile.passes.functionalize import UpdateProgram
+from qcompile.passes.infer_sign import infer_sign
+
+
+def text(gm: fx.GraphModule) -> str:
+    lines = []
+    for n in gm.graph.nodes:
+        if n.op == "call_function":
+            lines.append(f"{n.name} = {n.target}({', '.join([*map(str, n.args), *(f'{k}={v}' for k, v in n.kwargs.items())])})")
+        elif n.op == "output":
+            lines.append(f"return {list(n.args[0])}")
+    return "\n".join(lines)
+
+
+def step_once(optimizer: Optimizer) -> None:
+    """Make the state that the optimizer creates in its first step."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn_like(p)
+    optimizer.step()
+
+
+def programs(capture, analyse, optimizer: Optimizer) -> list[UpdateProgram]:
+    step_once(optimizer)
+    compiled = analyse(*capture(optimizer.step), min_numel=0, block_size=32)
+    return [item.program for group in compiled.classes for item in group.regions]
+
+
+def signs(capture, analyse, optimizer: Optimizer) -> dict[str, bool]:
+    """Whether each state of the only parameter was proved non-negative, by key."""
+    step_once(optimizer)
+    compiled = analyse(*capture(optimizer.step), min_numel=0, block_size=32)
+    (group,) = compiled.classes
+    (item,) = group.regions
+    proved = infer_sign(item.program)
+    keys = {id(v): k for s in optimizer.state.values() for k, v in s.items()}
+    nodes = [item.region.inputs[o.index] for o in item.program.operands]
+    return {keys[id(compiled.inputs.tensors[n])]: s for n, s in zip(nodes, proved, strict=True) if n in compiled.inputs.state}
+
+
+def test_momentum(capture, analyse, params) -> None:
+    (program,) = programs(capture, analyse, torch.optim.SGD(params((8, 8)), lr=0.1, momentum=0.9, weight_decay=0.01))
+    assert_expected_inline(
+        text(program.elements),
+        """\
+add = aten.add.Tensor(arg0_1, arg1_1, alpha=0.01)
+mul = aten.mul.Tensor(arg2_1, 0.9)
+add_1 = aten.add.Tensor(mul, add)
+add_2 = aten.add.Tensor(arg1_1, add_1, alpha=-0.1)
+return [add_2, add_1]""",
+    )
+    assert [(o.role, o.written) for o in program.operands] == [("input", False), ("param", True), ("state", True)]
+
+
+def test_numbers_are_apart(capture, analyse, params) -> None:
+    (program,) = programs(capture, analyse, torch.optim.Adagrad(params((8, 8)), lr=0.1, lr_decay=0.01))
+    assert_expected_inline(
+        text(program.scalars),
+        """\
+add = aten.add.Tensor(arg0_1, 1)
+sub = aten.sub.Tensor(add, 1)
+mul_1 = aten.mul.Tensor(sub, 0.01)
+add_2 = aten.add.Tensor(mul_1, 1)
+reciprocal = aten.reciprocal.default(add_2)
+mul_2 = aten.mul.Tensor(reciprocal, 0.1)
+neg = aten.neg.default(mul_2)
+_to_copy_default = aten._to_copy.default(neg, dtype=torch.float32)
+return [_to_copy_default, add]""",
+    )
+    assert len(program.scalar_dtypes) == len(program.written_numbers) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), {"exp_avg": False, "exp_avg_sq": True, "max_exp_avg_sq": True}),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), {"exp_avg": False, "exp_avg_sq": True}),
+        (lambda p: torch.optim.NAdam(p), {"exp_avg": False, "exp_avg_sq": True}),
+        (lambda p: torch.optim.RAdam(p), {"exp_avg": False, "exp_avg_sq": True}),
+        (lambda p: torch.optim.Adamax(p), {"exp_avg": False, "exp_inf": True}),
+        (lambda p: torch.optim.Adagrad(p), {"sum": True}),
+        (lambda p: torch.optim.Adadelta(p), {"square_avg": True, "acc_delta": True}),
+        (
+            lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
+            {"square_avg": True, "momentum_buffer": False, "grad_avg": False},
+        ),
+        (lambda p: torch.optim.SGD(p, momentum=0.9), {"momentum_buffer": False}),
+        (lambda p: torch.optim.ASGD(p), {"ax": False}),
+    ],
+    ids=["AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "SGD", "ASGD"],
+)
+def test_signs(capture, analyse, params, make, expected: dict[str, bool]) -> None:
+    assert signs(capture, analyse, make(params((8, 8)))) == expected
+
+
+class Refused(Optimizer):
+    """An optimizer with one state and an update that mixes elements in some way."""
+
+    def __init__(self, params, update) -> None:
+        super().__init__(params, {})
+        self.update = update
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["m"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.update(p, p.grad, self.state[p]["m"])
+
+
+@pytest.mark.parametrize(
+    ("update", "reason"),
+    [
+        (lambda p, g, m: p.sub_(m.copy_(m @ g)), "aten.mm.default in its update is not elementwise"),
+        (lambda p, g, m: p.sub_(m.add_(g) / m.norm()), "aten.linalg_vector_norm.default in its update is not elementwise"),
+        (lambda p, g, m: p.sub_(m.add_(g.sum(0))), "aten.sum.dim_IntList in its update is not elementwise"),
+        (lambda p, g, m: p.sub_(m.add_(torch.rand_like(g))), "aten.rand_like.default in its update is not elementwise"),
+        (lambda p, g, m: p.view(-1).sub_(m.add_(g).view(-1)), "view_copy.default in its update is not elementwise"),
+    ],
+    ids=["matmul", "norm", "broadcast", "random", "view"],
+)
+def test_refused_with_its_reason(capture, analyse, params, update, reason: str) -> None:
+    optimizer = Refused(params((8, 8)), update)
+    optimizer.param_groups[0]["params"][0].grad = torch.randn(8, 8)
+    compiled = analyse(*capture(optimizer.step), min_numel=0, block_size=32)
+    assert not compiled.classes
+    (plan,) = compiled.refused.values()
+    assert reason in plan.reason
+    assert not plan.by_choice
+
+
+def test_complex_is_refused(capture, analyse) -> None:
+    p = torch.nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+    optimizer = torch.optim.AdamW([p])
+    step_once(optimizer)
+    compiled = analyse(*capture(optimizer.step), min_numel=0, block_size=32)
+    assert not compiled.classes
+    assert len(compiled.refused) == 2
+    assert all(plan.format is None for plan in compiled.refused.values())
+
+
+def test_a_state_that_can_become_negative_is_signed(capture, analyse, params) -> None:
+    def update(p, g, m) -> None:
+        m.mul_(0.9).add_(g * g).sub_(0.1)
+        p.sub_(m)
+
+    optimizer = Refused(params((8, 8)), update)
+    assert signs(capture, analyse, optimizer) == {"m": False}
+
+
+def test_interpolation_with_a_square_is_non_negative(capture, analyse, params) -> None:
+    def update(p, g, m) -> None:
+        m.lerp_(g.square(), 0.1)
+        p.sub_(g / m.sqrt())
+
+    assert signs(capture, analyse, Refused(params((8, 8)), update)) == {"m": True}
