@@ -97,7 +97,7 @@ class Result:
 
 # How to make each optimizer from parameters and a learning rate, and its default learning rate.
 OPTIMIZERS = {
-    "adamw": (lambda p, lr: torch.optim.AdamW(p, lr=lr, betas=(0.9, 0.95), weight_decay=0.1), 2e-3),
+    "adamw": (lambda p, lr: torch.optim.AdamW(p, lr=lr, betas=(0.9, 0.95), weight_decay=0.1), 1e-3),
     "adam": (lambda p, lr: torch.optim.Adam(p, lr=lr, betas=(0.9, 0.95)), 2e-3),
     "sgd": (lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9), 0.3),
     "rmsprop": (lambda p, lr: torch.optim.RMSprop(p, lr=lr), 3e-4),

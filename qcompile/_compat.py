@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 from unittest import mock
 
@@ -136,6 +136,13 @@ def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     sources = getattr(gm, "_param_name_to_source", {})
     out._param_name_to_source = {k: v for k, v in sources.items() if hasattr(out, k)}  # type: ignore[assignment]
     return out
+
+
+def forget_attributes(gm: fx.GraphModule, names: Iterable[str]) -> None:
+    """Drop tensors that Dynamo's module holds, as long as the optimizer lives, for a graph that no longer reads them."""
+    for name in names:
+        gm._buffers.pop(name, None)
+        gm._parameters.pop(name, None)
 
 
 # -- Fake tensors with a symbolic number of rows -------------------------------------------------------------------

@@ -13,8 +13,14 @@ import torch
 from torch import Tensor, fx
 
 from qcompile import hooks
-from qcompile._compat import inductor_settings, require_supported_torch, stock_inductor, without_unused_attributes
-from qcompile.dense_step import note_activity
+from qcompile._compat import (
+    forget_attributes,
+    inductor_settings,
+    require_supported_torch,
+    stock_inductor,
+    without_unused_attributes,
+)
+from qcompile.dense_step import activity
 from qcompile.exc import NotQuantizedError
 from qcompile.options import Options
 from qcompile.passes.pipeline import CompiledClass, CompiledGraph, PlannedRegion, compile_updates, updates_state
@@ -33,7 +39,7 @@ def qstate(
     """Compile one Dynamo graph.
 
     Args:
-        gm: Dynamo's graph; it is not changed.
+        gm: Dynamo's graph. The graph is not changed; the state tensors that the module holds are let go.
         example_inputs: the values of its placeholders, in order.
         options: see `qcompile.options.Options`.
         mode: a mode of `torch.compile`, for Inductor.
@@ -54,6 +60,7 @@ def qstate(
         raise NotQuantizedError(found)
     rest = _Rest(compiled)
     apply_plans(compiled)
+    forget_attributes(gm, [str(n.target) for n in compiled.inputs.state if n.op == "get_attr"])
     return _executable(compiled, rest, rest.compile(example_inputs, settings))
 
 
@@ -110,7 +117,7 @@ def _executable(compiled: CompiledGraph, rest: _Rest, run_rest: Callable[..., An
     outputs = rest.outputs
 
     def run(*args: Any) -> Any:
-        note_activity()
+        activity.ran += 1
         results = tuple(run_rest(*args)) if run_rest is not None else ()
         values = [*args, *results[outputs:]]
         with torch.no_grad():

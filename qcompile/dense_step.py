@@ -6,9 +6,11 @@ was recompiled too often. The user asked for quantized state, so silence would b
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -23,33 +25,42 @@ from qcompile.runtime.state import QuantizedState
 
 log = logging.getLogger("qcompile")
 _reported: WeakSet[Optimizer] = WeakSet()
-# Optimizers whose step is running, with how often our backend had compiled or run anything when it began.
-_running: list[tuple[weakref.ref[Optimizer], int]] = []
 _reached: WeakSet[Optimizer] = WeakSet()
-_activity = 0
 
 
-def note_activity() -> None:
-    """Called whenever our backend compiles a graph, and whenever a graph that updates state runs."""
-    global _activity
-    _activity += 1
+@dataclass(slots=True)
+class Activity:
+    """How many graphs our backend has compiled, and how often a graph that updates state has run."""
+
+    compiled: int = 0
+    ran: int = 0
+
+
+activity = Activity()
+# The optimizers whose steps are running, innermost last, with what had happened when they began.
+_running: list[tuple[weakref.ref[Optimizer], Activity]] = []
 
 
 def begin_step(optimizer: Optimizer) -> None:
     """Called in front of every step that Dynamo runs for our backend."""
-    _running.append((weakref.ref(optimizer), _activity))
+    _running.append((weakref.ref(optimizer), dataclasses.replace(activity)))
 
 
-def end_step(optimizer: Optimizer, options: Options) -> None:
-    """Called behind every step for which `begin_step` was."""
-    before = next((count for reference, count in reversed(_running) if reference() is optimizer), _activity)
-    del _running[:]
+def end_step(optimizer: Optimizer, options: Options) -> bool:
+    """Called behind every step for which `begin_step` was. Whether anything was compiled in it."""
+    began = dataclasses.replace(activity)
+    while _running:  # steps that ended with an exception are still here
+        reference, then = _running.pop()
+        if reference() is optimizer:
+            began = then
+            break
     if _has_sparse_gradient(optimizer):
         _report(optimizer, options)
-    elif _activity != before:
+    elif activity != began:
         _reached.add(optimizer)
     elif optimizer not in _reached or _holds_quantized(optimizer):
         _report(optimizer, options)
+    return activity.compiled != began.compiled
 
 
 def note_eager_step(optimizer: Optimizer, backend: Callable[..., Any] | None) -> None:

@@ -14,6 +14,7 @@ A step that runs eagerly although a function compiled with our backend called it
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from qcompile import _compat
-from qcompile.dense_step import begin_step, end_step, note_activity, note_eager_step
+from qcompile.dense_step import activity, begin_step, end_step, note_eager_step
 from qcompile.options import Options
 from qcompile.passes.find_state import is_state_buffer
 from qcompile.runtime.layout import is_flat
@@ -73,7 +74,7 @@ def watching(watch: Watch) -> Iterator[None]:
 
 def note_graph() -> None:
     """Called whenever our backend compiles a graph."""
-    note_activity()
+    activity.compiled += 1
     if (watch := _watch.get()) is not None:
         watch.graphs += 1
 
@@ -130,7 +131,8 @@ def _note_step(optimizer: Optimizer) -> None:
 @torch.compiler.disable
 def _finish(optimizer: Optimizer, token: int) -> None:
     restore_flags(optimizer)
-    end_step(optimizer, _tokens[token])
+    if end_step(optimizer, _tokens[token]):
+        gc.collect()  # tracing leaves cycles, and they hold the dense state that was converted
 
 
 def restore_flags(optimizer: Optimizer) -> None:

@@ -29,10 +29,9 @@ torch.set_num_threads(2)
 
 
 @pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
+def _fresh_dynamo() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ def text(gm: fx.GraphModule) -> str:
     lines = []
     for n in gm.graph.nodes:
         if n.op == "call_function":
-            lines.append(f"{n.name} = {n.target}({', '.join([*map(str, n.args), *(f'{k}={v}' for k, v in n.kwargs.items())])})")
+            lines.append(
+                f"{n.name} = {n.target}({', '.join([*map(str, n.args), *(f'{k}={v}' for k, v in n.kwargs.items())])})"
+            )
         elif n.op == "output":
             lines.append(f"return {list(n.args[0])}")
     return "\n".join(lines)
@@ -45,7 +47,11 @@ def signs(capture, analyse, optimizer: Optimizer) -> dict[str, bool]:
     proved = infer_sign(item.program)
     keys = {id(v): k for s in optimizer.state.values() for k, v in s.items()}
     nodes = [item.region.inputs[o.index] for o in item.program.operands]
-    return {keys[id(compiled.inputs.tensors[n])]: s for n, s in zip(nodes, proved, strict=True) if n in compiled.inputs.state}
+    return {
+        keys[id(compiled.inputs.tensors[n])]: s
+        for n, s in zip(nodes, proved, strict=True)
+        if n in compiled.inputs.state
+    }
 
 
 def test_momentum(capture, analyse, params) -> None:
@@ -122,7 +128,10 @@ class Refused(Optimizer):
     ("update", "reason"),
     [
         (lambda p, g, m: p.sub_(m.copy_(m @ g)), "aten.mm.default in its update is not elementwise"),
-        (lambda p, g, m: p.sub_(m.add_(g) / m.norm()), "aten.linalg_vector_norm.default in its update is not elementwise"),
+        (
+            lambda p, g, m: p.sub_(m.add_(g) / m.norm()),
+            "aten.linalg_vector_norm.default in its update is not elementwise",
+        ),
         (lambda p, g, m: p.sub_(m.add_(g.sum(0))), "aten.sum.dim_IntList in its update is not elementwise"),
         (lambda p, g, m: p.sub_(m.add_(torch.rand_like(g))), "aten.rand_like.default in its update is not elementwise"),
         (lambda p, g, m: p.view(-1).sub_(m.add_(g).view(-1)), "view_copy.default in its update is not elementwise"),

@@ -99,7 +99,9 @@ def test_functions_the_optimizers_use(name: str, arguments: tuple) -> None:
     def build(g: fx.Graph) -> None:
         nodes = [g.placeholder(f"x{i}") for i in range(2 + 2 * others)]
         pairs = iter([nodes[2 + 2 * i : 4 + 2 * i] for i in range(others)])
-        call = g.call_function(getattr(torch, name), (nodes[:2], *(next(pairs) if a == "lists" else a for a in arguments)))
+        call = g.call_function(
+            getattr(torch, name), (nodes[:2], *(next(pairs) if a == "lists" else a for a in arguments))
+        )
         if name.endswith("_"):
             g.output(tuple(nodes[:2]))
         else:
@@ -157,5 +159,3 @@ def test_written_by() -> None:
     assert written_by(g.call_function(torch._foreach_add_, ([x, y], 1))) == [x, y]
     assert written_by(g.call_method("__getitem__", (x, 0))) == []
     assert written_by(g.call_function(torch.add, (x, y))) == []
-
-
