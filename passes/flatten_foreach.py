@@ -51,7 +51,7 @@ def _flatten(graph: fx.Graph, node: fx.Node, name: str) -> None:
             result.meta["example_value"] = result.args[0].meta.get("example_value")
     for user in list(node.users):
         if user.target is operator.getitem:
-            user.replace_all_uses_with(results[user.args[1]])
+            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
             graph.erase_node(user)
     if node.users:  # the list itself is handed on
         node.replace_all_uses_with(results)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def _flatten(graph: fx.Graph, node: fx.Node, name: str) -> None:
 
 def _one(graph: fx.Graph, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     if name.rstrip("_") in ("addcdiv", "addcmul") and len(args) == 4:
-        args, kwargs = args[:3], {"value": args[3]}
+        args, kwargs = args[:3], {"value": args[-1]}
     if name in ("maximum_", "minimum_"):
         return graph.call_method("clamp_", args[:1], {"min" if name == "maximum_" else "max": args[1]})
     if name.endswith("_"):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qcompile._compat import example_of, trace
+from qcompile._compat import example_of, new_fake_mode, trace
 from qcompile.passes.find_state import Inputs
 from qcompile.passes.outline_updates import Region
 from qcompile.passes.thread_writes import is_scalar
@@ -109,7 +109,7 @@ def _fake_args(region: Region, inputs: Inputs) -> tuple[torch.Size, list[Tensor]
         found = ", ".join(sorted(str(tuple(s)) for s in shapes)) or "none"
         raise NotElementwise(f"its update touches parameters or state of several shapes: {found}")
     (shape,) = shapes
-    mode = torch._subclasses.FakeTensorMode()
+    mode = new_fake_mode()
     args = []
     with mode:
         for node in region.inputs:

@@ -122,7 +122,7 @@ def compile_updates(
 
 
 # Kept for the life of the process: a reloaded checkpoint or a new parameter group compiles nothing again.
-_PROGRAMS: dict[tuple[Any, ...], tuple[UpdateProgram, tuple[bool, ...]] | NotElementwise] = {}
+_PROGRAMS: dict[str, tuple[UpdateProgram, tuple[bool, ...]] | NotElementwise] = {}
 _KERNELS: dict[tuple[Any, ...], Kernel] = {}
 
 
@@ -145,7 +145,10 @@ def _compile_class(group: tuple[PlannedRegion, ...], inputs: Inputs, settings: M
     device = inputs.tensors[first.region.inputs[program.operands[0].index]].device
     block = next((fmt.block_size for fmt in storage if fmt is not None), None)
     sizes = [inputs.tensors[item.region.inputs[program.operands[0].index]].numel() for item in group]
-    tail = tuple(torch.float32 if fmt is not None else None for fmt in storage)
+    tail = tuple(
+        torch.float32 if fmt is not None and operand.dtype != torch.float32 else None
+        for operand, fmt in zip(program.operands, storage, strict=True)
+    )
     quantized = None if block is None else _kernel(first.region.key, program, storage, device, settings)
     needs_dense = block is None or any(size % block for size in sizes)
     layout = Layout(

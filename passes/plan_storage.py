@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
@@ -18,7 +17,6 @@ from qcompile.passes.find_state import Inputs
 from qcompile.passes.functionalize import UpdateProgram
 from qcompile.passes.outline_updates import Region
 from qcompile.runtime.formats import Format
-from qcompile.runtime.layout import is_flat, same_order
 from qcompile.runtime.state import QuantizedState
 
 
@@ -56,8 +54,6 @@ def plan_storage(
         non_negative = proved and not has_negative(tensor)
         fmt = options.format(signed=not non_negative)
         reason, by_choice = _refusal(tensor, operand.written, fmt, options)
-        if reason is None and not same_order(tensor, row_order(inputs.tensors[node_of_param(region, inputs)])):
-            reason = f"stride {tensor.stride()} orders its elements otherwise than the parameter's"
         plans[i] = _plan(node, inputs, non_negative, None if reason else fmt, reason, by_choice)
     return plans
 
@@ -73,12 +69,6 @@ def node_of_param(region: Region, inputs: Inputs) -> fx.Node:
     return next((n for n in region.inputs if n in inputs.params), None) or next(
         n for n in region.inputs if n in inputs.state
     )
-
-
-def row_order(model: Tensor) -> Tensor:
-    """A tensor without memory whose strides are those in which a launch visits `model`'s elements."""
-    shadow = torch.empty_strided(model.shape, model.stride(), device="meta")
-    return shadow if is_flat(model) else shadow.contiguous()
 
 
 def has_negative(tensor: Tensor) -> bool:
@@ -104,6 +94,4 @@ def _refusal(tensor: Tensor, written: bool, fmt: Format | None, options: Options
         return f"{tensor.numel()} elements, fewer than a block of {fmt.block_size}", True
     if not written:
         return "the update reads it but does not write it", False
-    if not is_flat(tensor):
-        return f"stride {tensor.stride()} of shape {tuple(tensor.shape)} does not fill one run of storage", False
     return None, False

@@ -171,14 +171,18 @@ class SymbolicRows:
         return [expr for expr in found if not expr.endswith("<= 2147483647")]
 
 
+def new_fake_mode() -> Any:
+    """A fake-tensor world with concrete shapes."""
+    return torch._subclasses.FakeTensorMode()
+
+
 def trace(function: Callable[..., Any], args: Sequence[Any], mode: Any, decompose: bool) -> fx.GraphModule:
     """An ATen graph of `function` over fake tensors; with Inductor's decompositions, or none."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with mode, torch.no_grad():
-        gm = make_fx(function, decomposition_table=select_decomp_table() if decompose else None)(*args)
-    return cast(fx.GraphModule, gm)
+        return make_fx(function, decomposition_table=select_decomp_table() if decompose else None)(*args)
 
 
 # -- Inductor ------------------------------------------------------------------------------------------------------

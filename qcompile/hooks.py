@@ -14,6 +14,7 @@ A step that runs eagerly although a function compiled with our backend called it
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import weakref
@@ -149,14 +150,19 @@ def create_state(optimizer: Optimizer, options: Options) -> None:
     """
     if not options.chosen.quantized or not hasattr(optimizer, "_init_group"):
         return
-    parameters = list(inspect.signature(optimizer._init_group).parameters.values())
-    lists = [p for p in parameters[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None and param.grad.layout == torch.strided and not optimizer.state.get(param):
                 alone = {**group, **group.get(SAVED, {}), "params": [param]}
-                optimizer._init_group(alone, *([] for _ in lists))
+                optimizer._init_group(alone, *([] for _ in range(_lists_of(type(optimizer)))))  # type: ignore[arg-type]
                 quantize_new_state(optimizer, param, options)
+
+
+@functools.cache
+def _lists_of(kind: type[Optimizer]) -> int:
+    """How many lists `_init_group` takes after the group."""
+    parameters = list(inspect.signature(kind._init_group).parameters.values())[2:]  # type: ignore[attr-defined]
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
 def quantize_new_state(optimizer: Optimizer, param: Tensor, options: Options) -> None:

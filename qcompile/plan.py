@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 from qcompile.passes.pipeline import CompiledGraph
 from qcompile.passes.plan_storage import StatePlan
+from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel
+from qcompile.runtime.layout import like, row_order, same_order
 from qcompile.runtime.state import QuantizedState
 
 
@@ -88,18 +90,18 @@ def _apply(plan: StatePlan, group: ClassSummary | None, seen: set[int]) -> None:
     if group is not None:
         record.classes[key] = group
     buffers = optimizer.state[param]
-    buffers[plan.key] = converted(buffers[plan.key], plan)
-
-
-def converted(value: Tensor, plan: StatePlan) -> Tensor:
-    """The state stored as planned: itself if it is already."""
-    if isinstance(value, QuantizedState):
-        if plan.format is None:
-            return value.dequantize()
-        if value.format != plan.format:
-            value.requantize_(plan.format)
-        return value
-    if plan.format is None:
-        return value
     with torch.no_grad():
-        return QuantizedState.quantize(value.detach(), plan.format)
+        buffers[plan.key] = converted(buffers[plan.key], plan.format, row_order(param))
+
+
+def converted(value: Tensor, fmt: Format | None, order: Tensor) -> Tensor:
+    """The state in a format (None: dense), its elements in storage as those of `order`; itself if it is so already."""
+    if isinstance(value, QuantizedState):
+        if fmt is None:
+            return value.dequantize()
+        if same_order(value, order):
+            if value.format != fmt:
+                value.requantize_(fmt)
+            return value
+        value = value.dequantize()
+    return value if fmt is None else QuantizedState.quantize(like(value.detach(), order), fmt)

@@ -71,7 +71,10 @@ def train_step(
             with hooks.watching(watch):
                 return compiled(*args, **kwargs)
 
-        cast(Any, step).explain = lambda: dataclasses.replace(explain(*watch.optimizers), graphs=watch.graphs)
+        def report(alive: Any = compiled) -> Report:  # holds the function, and so its optimizers
+            return dataclasses.replace(explain(*watch.optimizers), graphs=watch.graphs)
+
+        cast(Any, step).explain = report
         return step
 
     return decorate if function is None else decorate(function)

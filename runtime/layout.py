@@ -29,6 +29,12 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def row_order(model: Tensor) -> Tensor:
+    """A tensor without memory that lies as a launch visits `model`'s elements: as it does, or row-major if it has gaps."""
+    shadow = torch.empty_strided(model.shape, model.stride(), dtype=model.dtype, device="meta")
+    return shadow if is_flat(model) else torch.empty_like(shadow, memory_format=torch.contiguous_format)
+
+
 def same_order(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape visit their elements in the same storage order."""
     return all(s == t or n == 1 for s, t, n in zip(a.stride(), b.stride(), a.shape, strict=True))
@@ -36,7 +42,7 @@ def same_order(a: Tensor, b: Tensor) -> bool:
 
 def like(tensor: Tensor, model: Tensor) -> Tensor:
     """`tensor` if it lies in storage as `model` does, else a copy that does. `model` must be flat."""
-    if same_order(tensor, model):
+    if is_flat(tensor) and same_order(tensor, model):
         return tensor
     copy = torch.empty_strided(model.shape, model.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)

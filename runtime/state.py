@@ -132,10 +132,10 @@ class QuantizedState(torch.Tensor):
     ) -> QuantizedState:
         return QuantizedState(inner["codes"], inner["scale"], inner["tail"], metadata)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in _CARRIED:
             return _CARRIED[func](*args, **kwargs)
@@ -182,11 +182,11 @@ def _to_copy(state: QuantizedState, **kwargs: Any) -> Tensor:
     if not dtype.is_floating_point or kwargs.get("memory_format") not in (None, torch.preserve_format):
         return cast(Tensor, torch.ops.aten._to_copy.default(state.dequantize(), **kwargs))
     move = {"device": kwargs.get("device") or state.device, "non_blocking": kwargs.get("non_blocking", False)}
-    parts = (t.to(**move, copy=True) for t in (state.codes, state.scale, state.tail))
-    return state._carry(*parts, dtype=dtype)
+    codes, scale, tail = (t.to(**move, copy=True) for t in (state.codes, state.scale, state.tail))
+    return state._carry(codes, scale, tail, dtype)
 
 
-_CARRIED = {
+_CARRIED: dict[Any, Any] = {
     torch.ops.aten.detach.default: _detach,
     torch.ops.aten.alias.default: _detach,
     torch.ops.aten.clone.default: _clone,

@@ -1,0 +1,123 @@
+"""The report: complete, and equal to what is stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import qcompile
+from qcompile.runtime.state import QuantizedState
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
+        self.wide = nn.Linear(64, 103)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.wide(x)
+
+
+def trained(layers: int, **options):
+    torch.manual_seed(0)
+    model = Model(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    @qcompile.train_step(**options)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for _ in range(2):
+        step(torch.randn(8, 64))
+    return model, optimizer, step
+
+
+def test_every_tensor_of_the_state_is_in_the_report() -> None:
+    model, optimizer, _step = trained(2)
+    report = qcompile.explain(optimizer)
+    found = {(s.param, s.key) for s in report.states}
+    assert found == {(n, k) for n, _ in model.named_parameters() for k in ("step", "exp_avg", "exp_avg_sq")}
+    for s in report.states:
+        value = optimizer.state[model.get_parameter(s.param)][s.key]
+        assert s.shape == tuple(value.shape)
+        assert (s.reason is None) == isinstance(value, QuantizedState)
+        stored = value.stored_bytes if isinstance(value, QuantizedState) else value.nbytes
+        assert (s.dense_bytes, s.stored_bytes) == (value.nbytes, stored)
+    assert report.state_bytes == sum(s.stored_bytes for s in report.states)
+    assert report.dense_state_bytes == sum(s.dense_bytes for s in report.states)
+    assert report.state_bytes < 0.3 * report.dense_state_bytes
+    signs = {s.key: s.sign for s in report.states if s.shape}
+    assert signs == {"exp_avg": "signed", "exp_avg_sq": "non-negative"}
+    assert {s.reason for s in report.states if s.shape and s.reason} == {
+        "64 elements, fewer than min_numel=4096",
+        "103 elements, fewer than min_numel=4096",
+    }
+
+
+def test_number_of_kernels_does_not_grow_with_depth() -> None:
+    reports = [trained(layers)[2].explain() for layers in (1, 4)]
+    assert [len(r.kernels) for r in reports] == [2, 2]
+    assert [sum(c.regions for c in r.classes) for r in reports] == [4, 10]
+    classes = {s.update_class for s in reports[1].states if s.reason is None}
+    assert len(classes) <= 2
+
+
+def test_kernels_have_source_and_language() -> None:
+    report = trained(1)[2].explain()
+    for kernel in report.kernels:
+        assert kernel.language == "C++"
+        assert kernel.name in kernel.source
+        assert "pragma omp" in kernel.source
+
+
+def test_print_is_a_table() -> None:
+    report = trained(1)[2].explain()
+    text = str(report)
+    lines = text.splitlines()
+    assert lines[0].split()[:3] == ["parameter", "state", "shape"]
+    row = next(line for line in lines if line.startswith("wide.weight") and "exp_avg_sq" in line)
+    assert "103x64" in row
+    assert "dynamic8-unsigned/256" in row
+    assert "26,368" in row
+    assert any(line.startswith("class 0:") and "cpp_fused" in line for line in lines)
+    assert "step: 4 buffer(s), dense: a number" in lines
+    assert f"state: {report.state_bytes:,} bytes" in lines[-1]
+
+
+def test_before_any_step_and_after_clearing() -> None:
+    _, optimizer, step = trained(1)
+    fresh = torch.optim.AdamW([nn.Parameter(torch.randn(64, 64))])
+    assert qcompile.explain(fresh).states == ()
+    fresh.param_groups[0]["params"][0].grad = torch.randn(64, 64)
+    fresh.step()
+    assert "no step of this optimizer was compiled" in str(qcompile.explain(fresh))
+    optimizer.state.clear()
+    assert step.explain().states == ()
+
+
+def test_several_optimizers_in_one_step() -> None:
+    a, b = nn.Linear(64, 64), nn.Linear(64, 64)
+    first = torch.optim.AdamW(a.parameters(), lr=1e-3)
+    second = torch.optim.SGD(b.parameters(), lr=0.1, momentum=0.9)
+
+    @qcompile.train_step
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = b(a(x)).square().mean()
+        loss.backward()
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+        return loss.detach()
+
+    losses = [float(step(torch.ones(4, 64))) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    quantized = {s.key for s in step.explain().states if s.reason is None}
+    assert quantized == {"exp_avg", "exp_avg_sq", "momentum_buffer"}

@@ -1,0 +1,64 @@
+"""The same update on a GPU: one generated Triton kernel per class, equal to the CPU's numbers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import qcompile
+from qcompile.runtime.state import QuantizedState
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def run(device: str, params, train, **flags):
+    ours = [torch.nn.Parameter(p.detach().to(device)) for p in params((256, 512), (40, 103), (17,))]
+    optimizer = torch.optim.AdamW(ours, lr=1e-3, **flags)
+    step = torch.compile(optimizer.step, backend="qstate")
+    for t in range(4):
+        for i, p in enumerate(ours):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * t + i)).to(device)
+        step()
+    return ours, optimizer
+
+
+@pytest.mark.parametrize("flags", [{}, {"fused": True}, {"foreach": True}], ids=["default", "fused", "foreach"])
+def test_equals_the_cpu(params, train, flags) -> None:
+    gpu, optimizer = run("cuda", params, train, **flags)
+    cpu, reference = run("cpu", params, train)
+    for a, b in zip(gpu, cpu, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=5e-4)
+    for a, b in zip(gpu[:2], cpu[:2], strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            x, y = optimizer.state[a][key], reference.state[b][key]
+            assert isinstance(x, QuantizedState)
+            assert x.codes.is_cuda
+            assert (x.codes.cpu().int() - y.codes.int()).abs().max() <= 1
+            assert (x.codes.cpu() != y.codes).float().mean() < 1e-3
+
+
+def test_one_kernel_per_class_that_touches_everything_once(params, train) -> None:
+    _, optimizer = run("cuda", params, train)
+    report = qcompile.explain(optimizer)
+    (kernel,) = (k for k in report.kernels if k.role == "quantized blocks")
+    assert kernel.language == "Triton"
+    assert kernel.source.count("async_compile.triton(") == 1
+    blocks = list(re.findall(r"tl\.load\((\w+) \+ \(r0", kernel.source))
+    assert len(blocks) == len(set(blocks)) == 4
+    assert len(re.findall(r"tl\.store\(", kernel.source)) == 5
+
+
+def test_state_takes_a_quarter_on_the_device() -> None:
+    p = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda"))
+    optimizer = torch.optim.AdamW([p])
+    step = torch.compile(optimizer.step, backend="qstate")
+    p.grad = torch.randn_like(p)
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before <= 2.05 * p.numel()
