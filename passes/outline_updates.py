@@ -13,9 +13,9 @@ is refused, with the reason, and stays in the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -49,30 +49,83 @@ class Outline:
 
 def outline_updates(gm: fx.GraphModule, inputs: Inputs) -> Outline:
     """Find the update regions of `gm`, which `thread_writes` has been over."""
-    order = {n: i for i, n in enumerate(gm.graph.nodes)}
-    roots = _roots(gm, inputs)
-    fixed = {w for n in gm.graph.nodes for w in written_by(n)}
-    groups = [set(group) for group in _components(gm, inputs, roots)]
+    index = _index(gm, inputs)
+    groups = [set(group) for group in _components(gm, inputs, index.roots)]
+    members = {node for group in groups for node in group}
+    own = _own_numbers(groups, members, inputs, index)
+    for group, numbers in zip(groups, own, strict=True):
+        group |= numbers
+    members |= set().union(*own) if own else set()
     for group in groups:
-        _absorb(group, order, groups, fixed)
-        if own := _own_numbers(gm, group, groups, inputs, roots):
-            group |= own
-            _absorb(group, order, groups, fixed)
+        _absorb(group, members, index)
     refused: dict[fx.Node, str] = {}
     while True:
         owned = set().union(*groups) if groups else set()
-        bad = [(group, reason) for group in groups if (reason := _conflict(gm, group, owned, order, roots, fixed))]
+        bad = [(group, reason) for group in groups if (reason := _conflict(group, owned, index))]
         if not bad:
             break
         for group, reason in bad:
             groups.remove(group)
-            refused.update({roots[n]: reason for n in group if roots.get(n) in inputs.state})
-            refused.update({a: reason for n in group for a in n.all_input_nodes if a in inputs.state})
-    regions = [_region(group, order, inputs, fixed) for group in groups]
-    regions.sort(key=lambda region: order[region.nodes[0]])
+            refused.update({a: reason for n in group for a in [n, *n.all_input_nodes] if a in inputs.state})
+            refused.update({index.roots[n]: reason for n in group if index.roots.get(n) in inputs.state})
+    regions = [_region(group, index, inputs) for group in groups]
+    regions.sort(key=lambda region: index.order[region.nodes[0]])
     touched = {a for region in regions for a in region.inputs} | set(refused)
     refused.update({s: "the graph reads it but does not update it" for s in inputs.state if s not in touched})
     return Outline(tuple(regions), refused)
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """What is asked of the graph again and again.
+
+    Attributes:
+        order: position of each node.
+        roots: the input whose memory a node is or is a view of.
+        fixed: nodes that are written in place later.
+        touches: per input, the nodes that read or write its memory, and whether they write, in order.
+        shared: inputs whose memory overlaps that of another input.
+    """
+
+    order: dict[fx.Node, int]
+    roots: dict[fx.Node, fx.Node]
+    fixed: frozenset[fx.Node]
+    touches: dict[fx.Node, list[tuple[fx.Node, bool]]]
+    shared: frozenset[fx.Node]
+
+
+def _index(gm: fx.GraphModule, inputs: Inputs) -> _Index:
+    roots = _roots(gm, inputs)
+    touches: dict[fx.Node, list[tuple[fx.Node, bool]]] = {}
+    fixed: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        written = written_by(node)
+        fixed.update(written)
+        writes = {roots[w] for w in written if w in roots}
+        for root in {roots[a] for a in node.all_input_nodes if a in roots}:
+            touches.setdefault(root, []).append((node, root in writes))
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    return _Index(order, roots, frozenset(fixed), touches, _overlapping(inputs))
+
+
+def _overlapping(inputs: Inputs) -> frozenset[fx.Node]:
+    """Inputs that share memory with another input: a parameter that is part of another, say."""
+    spans = []
+    for node, tensor in inputs.tensors.items():
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.numel() > 0:
+            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size(), node))
+    spans.sort(key=lambda span: span[:2])
+    shared, end, widest = set(), 0, None
+    for start, stop, node in spans:
+        if start < end and widest is not None:
+            shared |= {node, widest}
+        if stop > end:
+            end, widest = stop, node
+    return frozenset(shared)
 
 
 def _roots(gm: fx.GraphModule, inputs: Inputs) -> dict[fx.Node, fx.Node]:
@@ -127,70 +180,58 @@ def _components(gm: fx.GraphModule, inputs: Inputs, roots: dict[fx.Node, fx.Node
     return list(groups.values())
 
 
-def _absorb(
-    group: set[fx.Node], order: dict[fx.Node, int], groups: Iterable[set[fx.Node]], fixed: set[fx.Node]
-) -> None:
+def _own_numbers(
+    groups: list[set[fx.Node]], members: set[fx.Node], inputs: Inputs, index: _Index
+) -> list[set[fx.Node]]:
+    """Per group, writes to numbers in its parameter's state (a step counter, a decayed rate) that no other group reads."""
+    group_of: dict[int, int] = {}
+    for i, group in enumerate(groups):
+        for root in {index.roots[a] for n in group for a in n.all_input_nodes if a in index.roots}:
+            if root in inputs.params:
+                group_of[id(inputs.tensors[root])] = i
+    own: list[set[fx.Node]] = [set() for _ in groups]
+    for number, slot in inputs.numbers.items():
+        i = group_of.get(id(slot.param), -1)
+        touches = index.touches.get(number, [])
+        if i >= 0 and not any(n in members and n not in groups[i] for n, _ in touches):
+            own[i] |= {n for n, writes in touches if writes and n not in members and is_scalar(n)}
+    return own
+
+
+def _absorb(group: set[fx.Node], members: set[fx.Node], index: _Index) -> None:
     """Take in what only this region uses, and a copy of every number that is computed from numbers."""
-    taken = set().union(*(other for other in groups if other is not group))
-    queue = sorted({a for n in group for a in n.all_input_nodes}, key=order.__getitem__)
+    queue = sorted({a for n in group for a in n.all_input_nodes}, key=index.order.__getitem__)
     while queue:
         node = queue.pop()
         if node in group or node.op in ("placeholder", "get_attr"):
             continue
         reduces = is_scalar(node) and not all(is_scalar(a) for a in node.all_input_nodes)
-        exclusive = node not in taken and set(node.users) <= group and not reduces
-        if exclusive or _is_number(node, fixed):
+        exclusive = node not in members and set(node.users) <= group and not reduces
+        if exclusive or _is_number(node, index.fixed):
             group.add(node)
-            queue = sorted({*queue, *node.all_input_nodes}, key=order.__getitem__)
+            queue = sorted({*queue, *node.all_input_nodes}, key=index.order.__getitem__)
 
 
-def _own_numbers(
-    gm: fx.GraphModule,
-    group: set[fx.Node],
-    groups: Iterable[set[fx.Node]],
-    inputs: Inputs,
-    roots: dict[fx.Node, fx.Node],
-) -> set[fx.Node]:
-    """Writes to numbers in the state of this region's parameter (a step counter, a decayed rate) that nobody else uses."""
-    params = {id(inputs.tensors[roots[a]]) for n in group for a in n.all_input_nodes if roots.get(a) in inputs.params}
-    own = {n for n, slot in inputs.numbers.items() if id(slot.param) in params}
-    elsewhere = set().union(*(other for other in groups if other is not group))
-    touched = {roots[a] for n in elsewhere for a in n.all_input_nodes if a in roots}
-    return {
-        n
-        for n in gm.graph.nodes
-        if n not in group and any(roots.get(w) in own - touched for w in written_by(n)) and is_scalar(n)
-    }
-
-
-def _conflict(
-    gm: fx.GraphModule,
-    group: set[fx.Node],
-    owned: set[fx.Node],
-    order: dict[fx.Node, int],
-    roots: dict[fx.Node, fx.Node],
-    fixed: set[fx.Node],
-) -> str | None:
+def _conflict(group: set[fx.Node], owned: set[fx.Node], index: _Index) -> str | None:
     """Why running the group after everything that is in no region would give another result, or None."""
-    touched: dict[fx.Node, tuple[int, bool]] = {}
+    first: dict[fx.Node, int] = {}
+    written: set[fx.Node] = set()
     for node in group:
-        if any(user not in owned for user in node.users) and not _is_number(node, fixed):
+        if not _is_number(node, index.fixed) and any(user not in owned for user in node.users):
             return "a result of its update is used outside of it"
-        written = {roots[w] for w in written_by(node) if w in roots}
-        for root in {roots[a] for a in node.all_input_nodes if a in roots}:
-            at, was_written = touched.get(root, (order[node], False))
-            touched[root] = min(at, order[node]), was_written or root in written
-    for node in gm.graph.nodes:
-        if node in owned or node.op in ("placeholder", "get_attr", "output"):
-            continue
-        written = {roots[w] for w in written_by(node) if w in roots}
-        for root in {roots[a] for a in node.all_input_nodes if a in roots}:
-            if root in touched and order[node] > touched[root][0] and (touched[root][1] or root in written):
+        written |= {index.roots[w] for w in written_by(node) if w in index.roots}
+        for root in {index.roots[a] for a in node.all_input_nodes if a in index.roots}:
+            first[root] = min(first.get(root, index.order[node]), index.order[node])
+    for root, at in first.items():
+        if root in index.shared:
+            return f"{root.name} shares memory with another tensor of the step"
+        for node, writes in index.touches[root]:
+            if node not in owned and index.order[node] > at and (writes or root in written):
                 return f"{node.name} touches {root.name} after its update"
     return None
 
 
-def _is_number(node: fx.Node, fixed: set[fx.Node]) -> bool:
+def _is_number(node: fx.Node, fixed: frozenset[fx.Node]) -> bool:
     """Whether a node computes a number from numbers, and may be computed twice and at any time after its inputs.
 
     Not if it writes, or if it or an input is written later (`fixed`).
@@ -199,13 +240,13 @@ def _is_number(node: fx.Node, fixed: set[fx.Node]) -> bool:
     return is_scalar(node) and not written_by(node) and all(is_scalar(a) for a in read) and not fixed & {node, *read}
 
 
-def _region(group: set[fx.Node], order: dict[fx.Node, int], inputs: Inputs, fixed: set[fx.Node]) -> Region:
-    nodes = _canonical(sorted(group, key=order.__getitem__), fixed)
+def _region(group: set[fx.Node], index: _Index, inputs: Inputs) -> Region:
+    nodes = _canonical(sorted(group, key=index.order.__getitem__), index.fixed)
     outside = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in group))
     return Region(tuple(nodes), tuple(outside), _key(nodes, outside, inputs))
 
 
-def _canonical(ordered: list[fx.Node], fixed: set[fx.Node]) -> list[fx.Node]:
+def _canonical(ordered: list[fx.Node], fixed: frozenset[fx.Node]) -> list[fx.Node]:
     """Put every number in front of its first use, so that sharing numbers between regions does not change their text."""
     numbers = {n for n in ordered if _is_number(n, fixed)}
     out: dict[fx.Node, None] = {}

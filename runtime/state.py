@@ -97,7 +97,9 @@ class QuantizedState(torch.Tensor):
 
     def requantize_(self, fmt: Format) -> None:
         """Change the format in place. Values that are 0 stay 0; others are encoded again."""
-        other = QuantizedState.quantize(self.dequantize(), fmt)
+        is_zero = not self.codes.any() and not self.tail.any()
+        dense = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+        other = QuantizedState.zeros_like(dense, fmt) if is_zero else QuantizedState.quantize(self.dequantize(), fmt)
         self.codes, self.scale, self.tail, self.format = other.codes, other.scale, other.tail, fmt
 
     @property
