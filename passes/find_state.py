@@ -43,9 +43,17 @@ class Inputs:
     numbers: dict[fx.Node, Slot]
 
 
+# Attribute of a class whose objects are optimizers although it does not derive from Optimizer (see `one_graph`).
+TWIN_MARK = "_qstate_twin"
+
+
 def live_optimizers() -> list[Optimizer]:
     """Every optimizer that is alive in this process."""
-    return [o for o in gc.get_objects() if issubclass(type(o), Optimizer) and hasattr(o, "param_groups")]
+    return [o for o in gc.get_objects() if _is_optimizer(type(o)) and hasattr(o, "param_groups")]
+
+
+def _is_optimizer(kind: type) -> bool:
+    return issubclass(kind, Optimizer) or TWIN_MARK in vars(kind)
 
 
 def find_state(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Inputs:

@@ -13,6 +13,7 @@ is refused, with the reason, and stays in the rest.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -41,14 +42,23 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Regions, and for every other state buffer of the graph the reason why its update is not one."""
+    """Regions, and for every other state buffer of the graph the reason why its update is not one.
+
+    Attributes:
+        in_place: whether each region runs where its last operation was, instead of all of them at the end.
+    """
 
     regions: tuple[Region, ...]
     refused: dict[fx.Node, str] = field(default_factory=dict)
+    in_place: bool = False
 
 
 def outline_updates(gm: fx.GraphModule, inputs: Inputs) -> Outline:
-    """Find the update regions of `gm`, which `thread_writes` has been over."""
+    """Find the update regions of `gm`, which `thread_writes` has been over.
+
+    Regions run after everything that is in no region. Where they read a tensor that is made in the graph (the gradients of
+    a step whose backward pass is in the same graph), each will run in its own place instead: behind its last operation.
+    """
     index = _index(gm, inputs)
     groups = [set(group) for group in _components(gm, inputs, index.roots)]
     members = {node for group in groups for node in group}
@@ -61,7 +71,8 @@ def outline_updates(gm: fx.GraphModule, inputs: Inputs) -> Outline:
     refused: dict[fx.Node, str] = {}
     while True:
         owned = set().union(*groups) if groups else set()
-        bad = [(group, reason) for group in groups if (reason := _conflict(group, owned, index))]
+        in_place = _runs_in_place(groups, inputs)
+        bad = [(group, reason) for group in groups if (reason := _conflict(group, owned, index, in_place))]
         if not bad:
             break
         for group, reason in bad:
@@ -72,7 +83,17 @@ def outline_updates(gm: fx.GraphModule, inputs: Inputs) -> Outline:
     regions.sort(key=lambda region: index.order[region.nodes[0]])
     touched = {a for region in regions for a in region.inputs} | set(refused)
     refused.update({s: "the graph reads it but does not update it" for s in inputs.state if s not in touched})
-    return Outline(tuple(regions), refused)
+    return Outline(tuple(regions), refused, _runs_in_place([region.nodes for region in regions], inputs))
+
+
+def _runs_in_place(groups: Iterable[Iterable[fx.Node]], inputs: Inputs) -> bool:
+    """Whether some region reads elements that an operation outside of it makes, and all state arrives as arguments."""
+    for group in groups:
+        own = set(group)
+        read = {a for n in own for a in n.all_input_nodes if a not in own}
+        if any(a.op not in ("placeholder", "get_attr") and not is_scalar(a) for a in read):
+            return all(n.op == "placeholder" for n in [*inputs.state, *inputs.params])
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +102,9 @@ class _Index:
 
     Attributes:
         order: position of each node.
-        roots: the input whose memory a node is or is a view of.
+        roots: the input, or the operation, whose memory a node is or is a view of.
         fixed: nodes that are written in place later.
-        touches: per input, the nodes that read or write its memory, and whether they write, in order.
+        touches: per root, the nodes that read or write its memory, and whether they write, in order.
         shared: inputs whose memory overlaps that of another input.
     """
 
@@ -129,8 +150,8 @@ def _overlapping(inputs: Inputs) -> frozenset[fx.Node]:
 
 
 def _roots(gm: fx.GraphModule, inputs: Inputs) -> dict[fx.Node, fx.Node]:
-    """The input whose memory a node is or is a view of."""
-    storages = {}
+    """The input, or the operation, whose memory a node is or is a view of."""
+    storages: dict[object, fx.Node] = {}
     for node, tensor in inputs.tensors.items():
         example = example_of(node)
         plain = isinstance(example, Tensor) and type(tensor) in (Tensor, nn.Parameter)
@@ -142,9 +163,7 @@ def _roots(gm: fx.GraphModule, inputs: Inputs) -> dict[fx.Node, fx.Node]:
         if returns_what_it_writes(node) and written_by(node)[0] in roots:
             roots[node] = roots[written_by(node)[0]]
         elif type(example := example_of(node)).__name__ == "FakeTensor":
-            owner = storages.get(StorageWeakRef(example.untyped_storage()))
-            if owner is not None:
-                roots[node] = owner
+            roots[node] = storages.setdefault(StorageWeakRef(example.untyped_storage()), node)
     return roots
 
 
@@ -206,14 +225,18 @@ def _absorb(group: set[fx.Node], members: set[fx.Node], index: _Index) -> None:
         if node in group or node.op in ("placeholder", "get_attr"):
             continue
         reduces = is_scalar(node) and not all(is_scalar(a) for a in node.all_input_nodes)
-        exclusive = node not in members and set(node.users) <= group and not reduces
+        whole = all(
+            isinstance(example_of(a), Tensor) or is_scalar(a) for a in node.all_input_nodes
+        )  # no tuple of gradients
+        exclusive = node not in members and set(node.users) <= group and not reduces and whole
         if exclusive or _is_number(node, index.fixed):
             group.add(node)
             queue = sorted({*queue, *node.all_input_nodes}, key=index.order.__getitem__)
 
 
-def _conflict(group: set[fx.Node], owned: set[fx.Node], index: _Index) -> str | None:
-    """Why running the group after everything that is in no region would give another result, or None."""
+def _conflict(group: set[fx.Node], owned: set[fx.Node], index: _Index, in_place: bool) -> str | None:
+    """Why running the group at its end, or at the end of the graph, would give another result, or None."""
+    end = max(index.order[n] for n in group) if in_place else len(index.order)
     first: dict[fx.Node, int] = {}
     written: set[fx.Node] = set()
     for node in group:
@@ -226,7 +249,7 @@ def _conflict(group: set[fx.Node], owned: set[fx.Node], index: _Index) -> str | 
         if root in index.shared:
             return f"{root.name} shares memory with another tensor of the step"
         for node, writes in index.touches[root]:
-            if node not in owned and index.order[node] > at and (writes or root in written):
+            if node not in owned and at < index.order[node] < end and (writes or root in written):
                 return f"{node.name} touches {root.name} after its update"
     return None
 

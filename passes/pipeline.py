@@ -34,7 +34,7 @@ from qcompile.passes.functionalize import NotElementwise, UpdateProgram, functio
 from qcompile.passes.infer_sign import infer_sign
 from qcompile.passes.lower import lower
 from qcompile.passes.outline_updates import Region, outline_updates
-from qcompile.passes.plan_storage import StatePlan, plan_storage, refuse_state
+from qcompile.passes.plan_storage import StatePlan, node_of_param, plan_storage, refuse_state
 from qcompile.passes.quantize_update import Storage, quantize_update
 from qcompile.passes.thread_writes import thread_writes, written_by
 from qcompile.passes.verify import verify
@@ -49,6 +49,12 @@ class PlannedRegion:
     region: Region
     program: UpdateProgram
     plans: dict[int, StatePlan]
+    inputs: Inputs
+
+    @property
+    def model(self) -> fx.Node:
+        """The input whose strides a launch follows: the parameter, or a state buffer where none is updated."""
+        return node_of_param(self.region, self.inputs)
 
     @property
     def storage(self) -> tuple[Format | None, ...]:
@@ -78,12 +84,14 @@ class CompiledGraph:
         inputs: its inputs.
         classes: the update classes.
         refused: plans of the state that no region could take.
+        in_place: whether each region runs in its place in the graph, instead of after the rest.
     """
 
     gm: fx.GraphModule
     inputs: Inputs
     classes: tuple[CompiledClass, ...]
     refused: dict[fx.Node, StatePlan]
+    in_place: bool
 
 
 def updates_state(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -113,12 +121,12 @@ def compile_updates(
             )
         else:
             plans = plan_storage(region, program, signs, inputs, options)
-            planned.append(PlannedRegion(region, program, plans))
+            planned.append(PlannedRegion(region, program, plans, inputs))
     by_key: dict[tuple[str, Storage], list[PlannedRegion]] = {}
     for item in planned:
         by_key.setdefault(item.key, []).append(item)
     classes = tuple(_compile_class(tuple(group), inputs, settings) for group in by_key.values())
-    return CompiledGraph(gm, inputs, classes, refused)
+    return CompiledGraph(gm, inputs, classes, refused, outline.in_place)
 
 
 # Kept for the life of the process: a reloaded checkpoint or a new parameter group compiles nothing again.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from qcompile.exc import UnsupportedTorchError
@@ -102,6 +103,32 @@ def enclosing_backends() -> Iterator[tuple[Any, Mapping[str, Any]]]:
         frame = cast(Any, frame.f_back)
 
 
+def global_step_hooks() -> list[Callable[..., Any]]:
+    """Step hooks that every optimizer runs."""
+    from torch.optim import optimizer
+
+    return [*optimizer._global_optimizer_pre_hooks.values(), *optimizer._global_optimizer_post_hooks.values()]
+
+
+def compiling_errors() -> tuple[type[BaseException], ...]:
+    """What Dynamo raises when it cannot compile, before anything has run."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The error of a backend inside Dynamo's own, or the error itself."""
+    return getattr(error, "inner_exception", error)
+
+
+def whole_step_tracing() -> contextlib.AbstractContextManager[None]:
+    """Let Dynamo trace `backward()` into the graph."""
+    import torch._dynamo.config as dynamo_config
+
+    return cast("contextlib.AbstractContextManager[None]", dynamo_config.patch(trace_autograd_ops=True))
+
+
 # -- Dynamo's graph ------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +163,14 @@ def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     sources = getattr(gm, "_param_name_to_source", {})
     out._param_name_to_source = {k: v for k, v in sources.items() if hasattr(out, k)}  # type: ignore[assignment]
     return out
+
+
+def inner_source(state: fx.Node, part: fx.Node, name: str) -> None:
+    """Tell Dynamo and AOTAutograd that an input is an attribute of the input `state`."""
+    from torch._dynamo.source import AttrSource
+
+    if hasattr(state, "_dynamo_source"):
+        part._dynamo_source = AttrSource(state._dynamo_source, name)  # type: ignore[attr-defined]
 
 
 def forget_attributes(gm: fx.GraphModule, names: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ compiled as `backend="inductor"` would.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +24,13 @@ from qcompile._compat import (
 from qcompile.dense_step import activity
 from qcompile.exc import NotQuantizedError
 from qcompile.options import Options
+from qcompile.passes.embed_updates import embed_updates
+from qcompile.passes.find_state import Slot
 from qcompile.passes.pipeline import CompiledClass, CompiledGraph, PlannedRegion, compile_updates, updates_state
-from qcompile.passes.plan_storage import node_of_param
 from qcompile.plan import apply_plans, refusals
 from qcompile.runtime.launch import Region, Source, UpdateClass
+from qcompile.runtime.layout import row_order
+from qcompile.runtime.region_op import forget
 
 
 def qstate(
@@ -50,7 +54,7 @@ def qstate(
         NotQuantizedError: `strict=True` and some state would stay dense.
     """
     require_supported_torch()
-    hooks.note_graph()
+    hooks.note_graph(example_inputs)
     chosen = Options.parse(options)
     settings = inductor_settings(mode, chosen.inductor)
     if not updates_state(gm, example_inputs):
@@ -58,6 +62,9 @@ def qstate(
     compiled = compile_updates(gm, example_inputs, chosen, settings)
     if chosen.strict and (found := refusals(compiled)):
         raise NotQuantizedError(found)
+    if compiled.in_place:
+        apply_plans(compiled)
+        return _one_program(compiled, example_inputs, settings)
     rest = _Rest(compiled)
     apply_plans(compiled)
     forget_attributes(gm, [str(n.target) for n in compiled.inputs.state if n.op == "get_attr"])
@@ -65,6 +72,34 @@ def qstate(
 
 
 hooks.install(qstate)
+
+
+def _one_program(
+    compiled: CompiledGraph, example_inputs: Sequence[Any], settings: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile a graph that makes its own gradients, with every update as an operator in it."""
+    placeholders = [n for n in compiled.gm.graph.nodes if n.op == "placeholder"]
+    values = [_state_now(compiled.inputs.state.get(n), v) for n, v in zip(placeholders, example_inputs, strict=True)]
+    embedded = embed_updates(compiled)
+
+    def picked(args: Sequence[Any]) -> list[Any]:
+        return [args[i] if part is None else getattr(args[i], part) for i, part in embedded.arguments]
+
+    program = stock_inductor(without_unused_attributes(compiled.gm), picked(values), settings)
+
+    def run(*args: Any) -> Any:
+        activity.ran += 1
+        return program(*picked(args))
+
+    weakref.finalize(run, forget, embedded.numbers)
+    return run
+
+
+def _state_now(slot: Slot | None, value: Any) -> Any:
+    """What a state buffer is after conversion; any other value as it is."""
+    if slot is None or (optimizer := slot.optimizer()) is None:
+        return value
+    return optimizer.state[slot.param][slot.key]
 
 
 class _Rest:
@@ -130,7 +165,8 @@ def _executable(compiled: CompiledGraph, rest: _Rest, run_rest: Callable[..., An
 
 def _bind(group: CompiledClass, compiled: CompiledGraph, rest: _Rest) -> UpdateClass:
     regions = [_region(item, compiled, rest) for item in group.regions]
-    return UpdateClass(group.layout, regions, group.quantized, group.dense)
+    device = compiled.inputs.tensors[group.regions[0].model].device
+    return UpdateClass(group.layout, regions, group.quantized, group.dense, device)
 
 
 def _region(item: PlannedRegion, compiled: CompiledGraph, rest: _Rest) -> Region:
@@ -149,5 +185,5 @@ def _region(item: PlannedRegion, compiled: CompiledGraph, rest: _Rest) -> Region
     return Region(
         tuple(source(operand.index) for operand in item.program.operands),
         tuple(source(index) for index in item.program.numbers),
-        inputs.tensors[node_of_param(item.region, inputs)],
+        row_order(inputs.tensors[item.model]),
     )

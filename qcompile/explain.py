@@ -73,12 +73,14 @@ class Report:
         classes: the update classes.
         kernels: the generated kernels.
         graphs: graphs compiled so far: those that update state, or all of a step that `train_step` made.
+        not_one_graph: why a step that `train_step` made is several graphs; None if it is one, or was not made by it.
     """
 
     states: tuple[StateReport, ...]
     classes: tuple[ClassReport, ...]
     kernels: tuple[KernelReport, ...]
     graphs: int
+    not_one_graph: str | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -219,4 +221,5 @@ def _totals(report: Report) -> str:
     if quantized:
         own = sum(s.stored_bytes for s in quantized) / sum(s.dense_bytes for s in quantized)
         total += f", these at {own:.4f} of dense"
-    return f"{total}; {report.graphs} graph(s), {len(report.kernels)} kernel(s)"
+    total += f"; {report.graphs} graph(s), {len(report.kernels)} kernel(s)"
+    return total if report.not_one_graph is None else f"{total}\nseveral graphs per step: {report.not_one_graph}"

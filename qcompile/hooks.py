@@ -18,13 +18,13 @@ import functools
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -45,10 +45,11 @@ _tokens: list[Options] = []
 
 @dataclass(slots=True)
 class Watch:
-    """What happened inside a `train_step` function: the optimizers that stepped and how many graphs were compiled."""
+    """What happened inside a `train_step` function: optimizers that stepped, graphs compiled, ids of parameters in them."""
 
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     graphs: int = 0
+    params: set[int] = field(default_factory=set)
 
 
 _watch: ContextVar[Watch | None] = ContextVar("qstate_watch", default=None)
@@ -73,11 +74,12 @@ def watching(watch: Watch) -> Iterator[None]:
         _watch.reset(token)
 
 
-def note_graph() -> None:
+def note_graph(example_inputs: Sequence[object]) -> None:
     """Called whenever our backend compiles a graph."""
     activity.compiled += 1
     if (watch := _watch.get()) is not None:
         watch.graphs += 1
+        watch.params.update(id(value) for value in example_inputs if isinstance(value, nn.Parameter))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -117,11 +119,7 @@ def _prepare(optimizer: Optimizer, token: int) -> None:
     _note_step(optimizer)
     begin_step(optimizer)
     create_state(optimizer, options)
-    for group in optimizer.param_groups:
-        flags = {name: group[name] for name in FLAGS if name in group}
-        if flags and SAVED not in group:
-            group[SAVED] = flags
-            group.update(dict.fromkeys(flags, False))
+    set_flags(optimizer)
 
 
 def _note_step(optimizer: Optimizer) -> None:
@@ -134,6 +132,23 @@ def _finish(optimizer: Optimizer, token: int) -> None:
     restore_flags(optimizer)
     if end_step(optimizer, _tokens[token]):
         gc.collect()  # tracing leaves cycles, and they hold the dense state that was converted
+
+
+def set_flags(optimizer: Optimizer, **others: bool) -> None:
+    """Choose the per-tensor implementation in every group, and set `others` where a group has them."""
+    for group in optimizer.param_groups:
+        wanted = {**dict.fromkeys(FLAGS, False), **others}
+        flags = {name: group[name] for name in wanted if name in group}
+        if flags and SAVED not in group:
+            group[SAVED] = flags
+            group.update({name: wanted[name] for name in flags})
+
+
+def own_hooks(optimizer: Optimizer) -> bool:
+    """Whether step hooks other than ours would run."""
+    ours = {_before_step, _after_step}
+    everywhere = {*_compat.global_step_hooks()} - ours
+    return bool(everywhere or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def restore_flags(optimizer: Optimizer) -> None:

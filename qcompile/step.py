@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
+from torch.optim import Optimizer
 
 from qcompile import hooks
+from qcompile._compat import cause_of, compiling_errors, whole_step_tracing
+from qcompile.exc import QCompileError
 from qcompile.explain import Report, explain
+from qcompile.one_graph import as_plain_objects, create_all_state, detached, optimizers_of, why_not
 from qcompile.options import Options
+
+log = logging.getLogger("qcompile")
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -39,6 +46,7 @@ def train_step(
     inductor: dict[str, object] | None = ...,
     mode: str | None = ...,
     dynamic: bool | None = ...,
+    fullgraph: bool = ...,
 ) -> Callable[[Callable[P, R]], TrainStep[P, R]]: ...
 def train_step(
     function: Callable[..., Any] | None = None,
@@ -46,35 +54,98 @@ def train_step(
     *,
     mode: str | None = None,
     dynamic: bool | None = None,
+    fullgraph: bool = False,
     **options: Any,
 ) -> Any:
     """Compile a training step so that the optimizers in it keep quantized state.
 
     `@qcompile.train_step` or `@qcompile.train_step(recipe="8bit", ...)`. Does what
-    `torch.compile(function, backend="qstate", options={...})` does, and adds `.explain()`.
+    `torch.compile(function, backend="qstate", options={...})` does, and adds `.explain()`. Where torch can trace all of it,
+    forward, backward and update become one graph, in which each gradient is freed as soon as its update has run; the loss
+    that is returned is then detached. Elsewhere the step is several graphs, with the same numbers; `explain` says why.
 
     Args:
         mode, dynamic: as in `torch.compile`.
+        fullgraph: raise, with torch's reason, where the step cannot be one graph.
         options: see `qcompile.options.Options`.
 
     Raises:
         UnknownRecipeError, UnknownOptionError, InvalidOptionError: at decoration, when `options` is wrong.
     """
-    Options.parse(options)
+    chosen = Options.parse(options)
 
     def decorate(function: Callable[..., Any]) -> Any:
-        compiled = torch.compile(function, backend="qstate", options=options or None, mode=mode, dynamic=dynamic)
-        watch = hooks.Watch()
+        step = _Step(function, chosen, {"options": options or None, "mode": mode, "dynamic": dynamic}, fullgraph)
 
         @functools.wraps(function)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            with hooks.watching(watch):
-                return compiled(*args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return step(*args, **kwargs)
 
-        def report(alive: Any = compiled) -> Report:  # holds the function, and so its optimizers
-            return dataclasses.replace(explain(*watch.optimizers), graphs=watch.graphs)
-
-        cast(Any, step).explain = report
-        return step
+        cast(Any, call).explain = step.explain
+        return call
 
     return decorate if function is None else decorate(function)
+
+
+class _Step:
+    """Runs a step as one graph where that is possible, else as `torch.compile` does."""
+
+    def __init__(
+        self, function: Callable[..., Any], options: Options, settings: dict[str, Any], fullgraph: bool
+    ) -> None:
+        self.function, self.options, self.fullgraph = function, options, fullgraph
+        self.several = torch.compile(function, backend="qstate", **settings)
+        self.one = torch.compile(detached(function), backend="qstate", fullgraph=True, **settings)
+        self.watch = hooks.Watch()
+        self.optimizers: list[Optimizer] | None = None
+        self.reason: str | None = None  # why it is not one graph
+        self.creates_state = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with hooks.watching(self.watch):
+            if self.reason is None and (done := self._as_one(args, kwargs)):
+                return done[0]
+            return self.several(*args, **kwargs)
+
+    def explain(self) -> Report:
+        """`qcompile.explain` of every optimizer that stepped here."""
+        report = explain(*self.watch.optimizers)
+        return dataclasses.replace(report, graphs=self.watch.graphs, not_one_graph=self.reason)
+
+    def _as_one(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+        """The result in a tuple, or None where it has to be several graphs."""
+        if self.optimizers is None:
+            self.optimizers = optimizers_of(self.function)
+            self.reason = why_not(self.optimizers)
+            if self.reason is not None:
+                return self._give_up()
+        created = create_all_state(self.optimizers, self.options) if self.creates_state else []
+        before = self.watch.graphs
+        try:
+            with as_plain_objects(self.optimizers), whole_step_tracing():
+                result = self.one(*args, **kwargs)
+        except compiling_errors() as error:
+            for optimizer, param in created:
+                optimizer.state.pop(param, None)
+            if isinstance(cause_of(error), QCompileError):
+                raise
+            if (
+                created
+            ):  # state that cannot stay quantized changes its type while guards are made: let the step create it
+                self.creates_state = False
+                return self._as_one(args, kwargs)
+            if self.fullgraph:
+                raise
+            self.watch.graphs = before
+            self.reason = " ".join(str(error).split()[:60])
+            return self._give_up()
+        self.watch.optimizers.update(self.optimizers)
+        for optimizer, param in created:  # an eager optimizer has no state for what is not part of the step
+            if id(param) not in self.watch.params:
+                optimizer.state.pop(param, None)
+        return (result,)
+
+    def _give_up(self) -> None:
+        if self.fullgraph:
+            raise QCompileError(f"fullgraph=True, and the step cannot be one graph: {self.reason}")
+        log.info("%s is compiled as several graphs: %s", self.function.__qualname__, self.reason)

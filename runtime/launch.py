@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 
 from qcompile._compat import copy_all
 from qcompile.runtime.formats import Format
-from qcompile.runtime.layout import flat, is_flat, like
+from qcompile.runtime.layout import flat, like
 from qcompile.runtime.state import QuantizedState
 
 # Elements per launch. On a CPU a launch that stays in the cache bounds whatever the code generator keeps in memory
@@ -71,13 +71,13 @@ class Layout:
         return next((fmt.block_size for fmt in self.storage if fmt is not None), 1)
 
 
-# A tensor that keeps its address, or the position of an argument of the compiled graph.
-Source = Tensor | int
+# A tensor that keeps its address, the position of an argument, or the positions of a quantized state's codes, scale, tail.
+Source = Tensor | int | tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One parameter's update: where its operands and numbers come from, and a tensor whose strides they follow."""
+    """One parameter's update: where its operands and numbers come from, and a flat tensor whose strides they follow."""
 
     operands: tuple[Source, ...]
     numbers: tuple[Source, ...]
@@ -88,19 +88,21 @@ class UpdateClass:
     """All regions of one program with the same storage."""
 
     def __init__(
-        self, layout: Layout, regions: Sequence[Region], quantized: Kernel | None, dense: Kernel | None
+        self,
+        layout: Layout,
+        regions: Sequence[Region],
+        quantized: Kernel | None,
+        dense: Kernel | None,
+        device: torch.device,
     ) -> None:
-        self.layout, self.quantized, self.dense = layout, quantized, dense
-        self.regions = [region for region in regions if region.model.numel() > 0]
-        self.device = regions[0].model.device
+        self.layout, self.regions, self.device = layout, tuple(regions), device
+        self.quantized, self.dense = quantized, dense
         self._static = [_static_views(region, layout) for region in self.regions]
         written = zip(layout.written, layout.storage, strict=True)
         self._written_dense = [i for i, (is_written, fmt) in enumerate(written) if is_written and fmt is None]
 
     def run(self, args: Sequence[Any]) -> None:
         """Update every region. `args` are the arguments of the compiled graph."""
-        if not self.regions:
-            return
         for region, static, numbers in zip(self.regions, self._static, self._numbers(args), strict=True):
             self._run_region(region, static, numbers, args)
         increment_version([_tensor(r.operands[i], args) for r in self.regions for i in self._written_dense])
@@ -121,10 +123,13 @@ class UpdateClass:
     def _run_region(self, region: Region, static: _Views, numbers: tuple[Tensor, ...], args: Sequence[Any]) -> None:
         views, copies = list(static), []
         for i, view in enumerate(static):
-            if view is None:
-                tensor = _tensor(region.operands[i], args)
+            source = region.operands[i]
+            if isinstance(source, tuple):
+                views[i] = tuple(args[j] for j in source)
+            elif view is None:
+                tensor = _tensor(source, args)
                 fmt = self.layout.storage[i]
-                own = tensor if fmt is not None else _aligned(tensor, region.model)
+                own = tensor if fmt is not None else like(tensor, region.model)
                 views[i] = _views(own, fmt, self.layout.block_size)
                 if own is not tensor and self.layout.written[i]:
                     copies.append((tensor, own))
@@ -154,7 +159,7 @@ _Views = list["tuple[Tensor, ...] | None"]
 def _static_views(region: Region, layout: Layout) -> _Views:
     static: _Views = []
     for source, fmt in zip(region.operands, layout.storage, strict=True):
-        aligned = isinstance(source, Tensor) and (fmt is not None or _aligned(source, region.model) is source)
+        aligned = isinstance(source, Tensor) and (fmt is not None or like(source, region.model) is source)
         static.append(_views(source, fmt, layout.block_size) if aligned else None)  # type: ignore[arg-type]
     return static
 
@@ -169,11 +174,6 @@ def _views(tensor: Tensor, fmt: Format | None, block_size: int) -> tuple[Tensor,
         return (elements,)
     blocked = elements.numel() - elements.numel() % block_size
     return elements[:blocked].view(-1, block_size), elements[blocked:]
-
-
-def _aligned(tensor: Tensor, model: Tensor) -> Tensor:
-    """The tensor, or a copy of it, whose elements lie in storage as the model's do (row-major where those have gaps)."""
-    return like(tensor, model) if is_flat(model) else tensor.contiguous()
 
 
 def _tensor(source: Any, args: Sequence[Any]) -> Tensor:

@@ -1,0 +1,150 @@
+"""A whole training step as one Dynamo graph: forward, backward, clipping, update and `zero_grad`.
+
+`Optimizer` breaks the graph on purpose. So while the step runs, each optimizer it reaches is an object of a plain twin
+class, with the same attributes and the same methods less their decorators, which Dynamo traces like any other code. The
+optimizer keeps its identity, state and groups, and is itself again when the step returns or fails.
+
+What cannot be one graph raises in Dynamo before anything has run; the caller then takes the way of several graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from qcompile._compat import tree_map
+from qcompile.hooks import create_state, own_hooks, restore_flags, set_flags
+from qcompile.options import Options
+from qcompile.passes.find_state import TWIN_MARK
+
+# How deep to look for optimizers: through containers, attributes and the functions that a step calls.
+DEPTH = 4
+
+
+def optimizers_of(function: Callable[..., Any]) -> list[Optimizer]:
+    """The optimizers that a function can reach through its closure, the globals it names, its object and containers."""
+    found: dict[int, Optimizer] = {}
+    seen: set[int] = set()
+
+    def look(value: Any, depth: int) -> None:
+        if id(value) in seen or depth > DEPTH or isinstance(value, (Tensor, torch.nn.Module, types.ModuleType, type)):
+            return
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            found[id(value)] = value
+        elif isinstance(value, (list, tuple, set)):
+            for item in value:
+                look(item, depth + 1)
+        elif isinstance(value, dict):
+            for item in value.values():
+                look(item, depth + 1)
+        elif isinstance(value, types.MethodType):
+            look(value.__self__, depth)
+            look(value.__func__, depth)
+        elif isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # a cell that is still empty
+                    look(cell.cell_contents, depth + 1)
+            for name in value.__code__.co_names:
+                look(value.__globals__.get(name), depth + 1)
+        elif hasattr(value, "__dict__"):
+            look(vars(value), depth + 1)
+
+    look(function, 0)
+    return list(found.values())
+
+
+def why_not(optimizers: list[Optimizer]) -> str | None:
+    """Why a step with these optimizers cannot be one graph, as far as it can be told without trying."""
+    if not optimizers:
+        return "no optimizer was found in what the function refers to"
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+            return f"torch does not compile {name}.step"
+        if optimizer.defaults.get("differentiable"):
+            return f"{name} was made with differentiable=True"
+        if own_hooks(optimizer):
+            return f"{name} has step hooks, which run as eager Python"
+    return None
+
+
+@functools.cache
+def plain_twin(kind: Any) -> type:
+    """A class that is no Optimizer, with the methods of `kind` less their decorators."""
+    body: dict[str, Any] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        body.update({k: _undecorated(v) for k, v in vars(base).items() if k not in ("__dict__", "__weakref__")})
+    step = body["step"]
+
+    def without_grad(self: Any, closure: Any = None) -> Any:
+        with torch.no_grad():
+            return step(self) if closure is None else step(self, closure)
+
+    body["step"] = without_grad
+    body[TWIN_MARK] = True
+    body["_cuda_graph_capture_health_check"] = body["_accelerator_graph_capture_health_check"] = lambda self: None
+    return type(kind.__name__, (), body)
+
+
+def _undecorated(value: Any) -> Any:
+    while isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+    return value
+
+
+@contextlib.contextmanager
+def as_plain_objects(optimizers: list[Optimizer]) -> Iterator[None]:
+    """Let the optimizers be of their twin classes, with the flags of the per-tensor implementation, in this context."""
+    changed: list[tuple[Any, type, Any]] = []
+    try:
+        for optimizer in optimizers:
+            set_flags(optimizer, capturable=True)
+            kind = type(optimizer)
+            # A scheduler hangs its own wrapper on `step`, to see that it was called before the scheduler.
+            changed.append((optimizer, kind, vars(optimizer).pop("step", None)))
+            optimizer.__class__ = plain_twin(kind)
+        yield
+    finally:
+        for optimizer, kind, step in changed:
+            optimizer.__class__ = kind
+            if step is not None:
+                optimizer.step = step
+                optimizer._opt_called = True
+            restore_flags(optimizer)
+
+
+def create_all_state(optimizers: list[Optimizer], options: Options) -> list[tuple[Optimizer, Tensor]]:
+    """Create and quantize missing state before there is a gradient; gives what was created."""
+    created = []
+    for optimizer in optimizers:
+        missing = [
+            p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and not optimizer.state.get(p)
+        ]
+        without = [p for p in missing if p.grad is None]
+        try:
+            for param in without:
+                param.grad = param.detach()  # only its presence is asked for
+            create_state(optimizer, options)
+        finally:
+            for param in without:
+                param.grad = None
+        created += [(optimizer, p) for p in missing if optimizer.state.get(p)]
+    return created
+
+
+def detached(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with tensors it returns detached: their graph ends inside the step."""
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, function(*args, **kwargs))
+
+    return step
