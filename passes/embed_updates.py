@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from qcompile._compat import inner_source
+from qcompile._compat import example_of, inner_source
 from qcompile.passes.pipeline import CompiledClass, CompiledGraph, PlannedRegion
 from qcompile.passes.thread_writes import is_scalar
 from qcompile.runtime.launch import Region, Source, UpdateClass
@@ -96,10 +96,7 @@ def _embed(
             places.append(_place(node, written if operand.written else read, operand.written))
     written_numbers = {program.numbers[i] for i in program.written_numbers}
     for index in program.numbers:
-        node = region.inputs[index]
-        if node.meta.get("example_value") is not None and not isinstance(node.meta["example_value"], torch.Tensor):
-            with graph.inserting_before(anchor):
-                node = graph.call_function(torch.scalar_tensor, (node,), {"dtype": torch.float64})
+        node = _as_tensor(graph, region.inputs[index], anchor)
         places.append(_place(node, written if index in written_numbers else read, index in written_numbers))
     sources = [place(len(written)) for place in places]
     count = len(program.operands)
@@ -108,6 +105,20 @@ def _embed(
     number = register(UpdateClass(group.layout, [bound], group.quantized, group.dense, param.device))
     anchor.args = (number, written, read)
     return number
+
+
+def _as_tensor(graph: fx.Graph, node: fx.Node, anchor: fx.Node) -> fx.Node:
+    """A number of the graph as a 0-d tensor.
+
+    A Python float that changes arrives as a 0-d tensor and is read by `item`. AOTAutograd turns arithmetic on it back into
+    tensor operations, and takes a float that is in none for a constant, which would be compiled again for every value.
+    """
+    number = next((user for user in node.users if user.target == "item"), None)
+    if number is None and isinstance(example_of(node), torch.Tensor):
+        return node
+    with graph.inserting_before(anchor):
+        one = graph.call_function(torch.ones, ((),), {"dtype": torch.float64})
+        return graph.call_function(torch.mul, (one, number or node))
 
 
 def _place(node: fx.Node, tensors: list[fx.Node], is_written: bool) -> Callable[[int], Source]:

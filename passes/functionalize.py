@@ -165,18 +165,16 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             (args[0], args[1] * kwargs["value"], *args[2:]),
             {k: v for k, v in kwargs.items() if k != "value"},
         )
-    if name.rstrip("_") == "lerp":
-        args, kwargs = _lerp_arguments(args, kwargs)
+    if (
+        name.rstrip("_") == "lerp"
+        and isinstance(weight := kwargs.get("weight", args[-1]), Tensor)
+        and weight.dim() == 0
+    ):
+        change = (args[1] - args[0]) * weight
+        return args[0].add_(change) if name == "lerp_" else args[0] + change
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _lerp_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-    if isinstance(weight, Tensor):
-        weight = weight.to(args[0].dtype)
-    return (*args[:2], weight), {k: v for k, v in kwargs.items() if k != "weight"}
 
 
 def _check_elementwise(gm: fx.GraphModule, shape: torch.Size) -> None:

@@ -228,7 +228,8 @@ def _absorb(group: set[fx.Node], members: set[fx.Node], index: _Index) -> None:
         whole = all(
             isinstance(example_of(a), Tensor) or is_scalar(a) for a in node.all_input_nodes
         )  # no tuple of gradients
-        exclusive = node not in members and set(node.users) <= group and not reduces and whole
+        pure = is_scalar(node) or not (written_by(node) or node in index.fixed)  # no accumulation of gradients
+        exclusive = node not in members and set(node.users) <= group and not reduces and whole and pure
         if exclusive or _is_number(node, index.fixed):
             group.add(node)
             queue = sorted({*queue, *node.all_input_nodes}, key=index.order.__getitem__)

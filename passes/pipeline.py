@@ -150,9 +150,9 @@ def _program(region: Region, inputs: Inputs) -> tuple[UpdateProgram, tuple[bool,
 def _compile_class(group: tuple[PlannedRegion, ...], inputs: Inputs, settings: Mapping[str, Any]) -> CompiledClass:
     first = group[0]
     program, storage = first.program, first.storage
-    device = inputs.tensors[first.region.inputs[program.operands[0].index]].device
+    device = inputs.tensors[first.model].device
     block = next((fmt.block_size for fmt in storage if fmt is not None), None)
-    sizes = [inputs.tensors[item.region.inputs[program.operands[0].index]].numel() for item in group]
+    sizes = [inputs.tensors[item.model].numel() for item in group]
     tail = tuple(
         torch.float32 if fmt is not None and operand.dtype != torch.float32 else None
         for operand, fmt in zip(program.operands, storage, strict=True)

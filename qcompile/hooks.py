@@ -118,7 +118,8 @@ def _prepare(optimizer: Optimizer, token: int) -> None:
     options = _tokens[token]
     _note_step(optimizer)
     begin_step(optimizer)
-    create_state(optimizer, options)
+    if options.chosen.quantized:
+        create_state(optimizer, options)
     set_flags(optimizer)
 
 
@@ -163,7 +164,7 @@ def create_state(optimizer: Optimizer, options: Options) -> None:
     Works where an optimizer creates state in `_init_group(group, *lists)`, as torch's do; elsewhere the first step makes
     dense state, which is quantized when the next one is compiled.
     """
-    if not options.chosen.quantized or not hasattr(optimizer, "_init_group"):
+    if not hasattr(optimizer, "_init_group"):
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -186,7 +187,8 @@ def quantize_new_state(optimizer: Optimizer, param: Tensor, options: Options) ->
     The plan, made from the graph, gives it its final format.
     """
     fmt = options.format(signed=True)
-    assert fmt is not None
+    if fmt is None:
+        return
     buffers = optimizer.state.get(param, {})
     for key, value in buffers.items():
         fits = is_state_buffer(value) and value.is_floating_point() and value.shape == param.shape and is_flat(value)
