@@ -7,6 +7,7 @@ a region was stands `qcompile::update`, with what it writes and what it reads. T
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -91,7 +92,7 @@ def _embed(
         if fmt is not None:
             at = len(written)
             written += parts[node]
-            places.append(lambda _, at=at: (at, at + 1, at + 2))
+            places.append(functools.partial(_three, at))
         else:
             places.append(_place(node, written if operand.written else read, operand.written))
     written_numbers = {program.numbers[i] for i in program.written_numbers}
@@ -105,6 +106,10 @@ def _embed(
     number = register(UpdateClass(group.layout, [bound], group.quantized, group.dense, param.device))
     anchor.args = (number, written, read)
     return number
+
+
+def _three(at: int, count: int) -> Source:
+    return at, at + 1, at + 2
 
 
 def _as_tensor(graph: fx.Graph, node: fx.Node, anchor: fx.Node) -> fx.Node:

@@ -228,7 +228,10 @@ def _absorb(group: set[fx.Node], members: set[fx.Node], index: _Index) -> None:
         whole = all(
             isinstance(example_of(a), Tensor) or is_scalar(a) for a in node.all_input_nodes
         )  # no tuple of gradients
-        pure = is_scalar(node) or not (written_by(node) or node in index.fixed)  # no accumulation of gradients
+        root = index.roots.get(node, node)
+        is_view = root is not node and root.op in ("placeholder", "get_attr")  # p.data, say
+        accumulates = bool(written_by(node)) or (node in index.fixed and not is_view)  # gradients, in the rest
+        pure = is_scalar(node) or not accumulates
         exclusive = node not in members and set(node.users) <= group and not reduces and whole and pure
         if exclusive or _is_number(node, index.fixed):
             group.add(node)

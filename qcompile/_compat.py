@@ -11,7 +11,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from unittest import mock
 
 import torch
@@ -28,6 +28,9 @@ copy_all = torch._foreach_copy_
 # module, attribute path
 NEEDED = (
     ("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx"),
+    ("torch._dynamo.exc", "TensorifyScalarRestartAnalysis"),
+    ("torch._dynamo.exc", "TorchDynamoException"),
+    ("torch._dynamo.exc", "FailOnRecompileLimitHit"),
     ("torch._dynamo.source", "AttrSource"),
     ("torch._inductor", "list_mode_options"),
     ("torch._inductor.choices", "InductorChoices.should_use_persistent_reduction"),
@@ -112,14 +115,44 @@ def global_step_hooks() -> list[Callable[..., Any]]:
 
 def compiling_errors() -> tuple[type[BaseException], ...]:
     """What Dynamo raises when it cannot compile, before anything has run."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo import exc
 
-    return (TorchDynamoException,)
+    return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 
 
 def cause_of(error: BaseException) -> BaseException:
     """The error of a backend inside Dynamo's own, or the error itself."""
     return getattr(error, "inner_exception", error)
+
+
+def reason_of(error: BaseException) -> str:
+    """What Dynamo found, on one line; its "Hard failure due to fullgraph=True" hides that one error further down."""
+    while str(error).startswith("Hard failure") and (error.__cause__ or error.__context__) is not None:
+        error = cast(BaseException, error.__cause__ or error.__context__)
+    return " ".join(str(cause_of(error)).split()[:60])
+
+
+def trace_again(reason: str) -> NoReturn:
+    """Called in a backend: let Dynamo trace the frame again, because an input is not what it was when it was traced."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+@contextlib.contextmanager
+def as_plain_inputs(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Let Dynamo take tensors as inputs of the graph, although an earlier compilation marked their addresses as static.
+
+    A static tensor is an attribute of the graph, and `backward()` does not see it: Dynamo's rewrite of it collects leaves
+    among the inputs alone, and does nothing where it finds none (`TensorVariable.method_backward`, torch 2.13 and 2.14).
+    """
+    mark = "_dynamo_static_input_type"
+    marks = [(t, vars(t).pop(mark)) for t in tensors if mark in vars(t)]
+    try:
+        yield
+    finally:
+        for tensor, value in marks:
+            setattr(tensor, mark, value)
 
 
 def whole_step_tracing() -> contextlib.AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from qcompile._compat import (
     inductor_settings,
     require_supported_torch,
     stock_inductor,
+    trace_again,
     without_unused_attributes,
 )
 from qcompile.dense_step import activity
@@ -54,7 +55,7 @@ def qstate(
         NotQuantizedError: `strict=True` and some state would stay dense.
     """
     require_supported_torch()
-    hooks.note_graph(example_inputs)
+    hooks.note_graph(gm, example_inputs)
     chosen = Options.parse(options)
     settings = inductor_settings(mode, chosen.inductor)
     if not updates_state(gm, example_inputs):
@@ -62,11 +63,11 @@ def qstate(
     compiled = compile_updates(gm, example_inputs, chosen, settings)
     if chosen.strict and (found := refusals(compiled)):
         raise NotQuantizedError(found)
+    if apply_plans(compiled):
+        trace_again("optimizer state was converted")
     if compiled.in_place:
-        apply_plans(compiled)
         return _one_program(compiled, example_inputs, settings)
     rest = _Rest(compiled)
-    apply_plans(compiled)
     forget_attributes(gm, [str(n.target) for n in compiled.inputs.state if n.op == "get_attr"])
     return _executable(compiled, rest, rest.compile(example_inputs, settings))
 
@@ -113,6 +114,7 @@ class _Rest:
         owned = {n for item in items for n in item.region.nodes}
         wanted = dict.fromkeys(a for item in items for a in item.region.inputs)
         self.handed = [n for n in wanted if n.op not in ("placeholder", "get_attr")]
+        self.read: list[int] = []  # arguments that the rest reads, once it is compiled
         self.positions = {n: i for i, n in enumerate(self.placeholders)}
         self.positions.update({n: len(self.placeholders) + i for i, n in enumerate(self.handed)})
         output = next(n for n in graph.nodes if n.op == "output")
@@ -143,17 +145,22 @@ class _Rest:
         left = [n for n in self.gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
         if not left and not self.outputs:
             return None
+        for i, node in enumerate(self.placeholders):
+            if not node.users:
+                self.gm.graph.erase_node(node)
+            else:
+                self.read.append(i)
         self.gm.graph.lint()
-        return stock_inductor(without_unused_attributes(self.gm), values, settings)
+        return stock_inductor(without_unused_attributes(self.gm), [values[i] for i in self.read], settings)
 
 
 def _executable(compiled: CompiledGraph, rest: _Rest, run_rest: Callable[..., Any] | None) -> Callable[..., Any]:
     classes = [_bind(group, compiled, rest) for group in compiled.classes]
-    outputs = rest.outputs
+    outputs, read = rest.outputs, rest.read
 
     def run(*args: Any) -> Any:
         activity.ran += 1
-        results = tuple(run_rest(*args)) if run_rest is not None else ()
+        results = tuple(run_rest(*(args[i] for i in read))) if run_rest is not None else ()
         values = [*args, *results[outputs:]]
         with torch.no_grad():
             for group in classes:

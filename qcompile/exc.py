@@ -54,6 +54,13 @@ class NotQuantizedError(QCompileError):
         )
 
 
+class NotOneGraphError(QCompileError):
+    """A whole step cannot be one graph. `train_step` then takes several, unless `fullgraph=True`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the step cannot be one graph: {reason}")
+
+
 class GraphSpecError(QCompileError):
     """A pass broke the specification of its stage: a fault of qcompile. Please report it with the message."""
 

@@ -24,12 +24,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from qcompile import _compat
 from qcompile.dense_step import activity, begin_step, end_step, note_eager_step
+from qcompile.exc import NotOneGraphError
+from qcompile.first_step import give_gradients_back, run_apart
 from qcompile.options import Options
 from qcompile.passes.find_state import is_state_buffer
 from qcompile.runtime.layout import is_flat
@@ -45,11 +47,15 @@ _tokens: list[Options] = []
 
 @dataclass(slots=True)
 class Watch:
-    """What happened inside a `train_step` function: optimizers that stepped, graphs compiled, ids of parameters in them."""
+    """What happened inside a `train_step` function: optimizers that stepped, graphs compiled, ids of parameters in them.
+
+    `whole` while a step is traced as one graph.
+    """
 
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     graphs: int = 0
     params: set[int] = field(default_factory=set)
+    whole: bool = False
 
 
 _watch: ContextVar[Watch | None] = ContextVar("qstate_watch", default=None)
@@ -74,10 +80,13 @@ def watching(watch: Watch) -> Iterator[None]:
         _watch.reset(token)
 
 
-def note_graph(example_inputs: Sequence[object]) -> None:
+def note_graph(gm: fx.GraphModule, example_inputs: Sequence[object]) -> None:
     """Called whenever our backend compiles a graph."""
     activity.compiled += 1
     if (watch := _watch.get()) is not None:
+        held = (getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr")
+        if watch.whole and any(isinstance(value, nn.Parameter) and value.requires_grad for value in held):
+            raise NotOneGraphError("a parameter is an attribute of the graph, where backward() does not reach it")
         watch.graphs += 1
         watch.params.update(id(value) for value in example_inputs if isinstance(value, nn.Parameter))
 
@@ -118,7 +127,8 @@ def _prepare(optimizer: Optimizer, token: int) -> None:
     options = _tokens[token]
     _note_step(optimizer)
     begin_step(optimizer)
-    if options.chosen.quantized:
+    give_gradients_back(optimizer)  # of a step that failed
+    if options.chosen.quantized and not run_apart(optimizer, options, quantize_new_state):
         create_state(optimizer, options)
     set_flags(optimizer)
 
@@ -131,6 +141,7 @@ def _note_step(optimizer: Optimizer) -> None:
 @torch.compiler.disable
 def _finish(optimizer: Optimizer, token: int) -> None:
     restore_flags(optimizer)
+    give_gradients_back(optimizer)
     if end_step(optimizer, _tokens[token]):
         gc.collect()  # tracing leaves cycles, and they hold the dense state that was converted
 
@@ -161,8 +172,7 @@ def restore_flags(optimizer: Optimizer) -> None:
 def create_state(optimizer: Optimizer, options: Options) -> None:
     """Create missing state and quantize it, for one parameter at a time.
 
-    Works where an optimizer creates state in `_init_group(group, *lists)`, as torch's do; elsewhere the first step makes
-    dense state, which is quantized when the next one is compiled.
+    Works where an optimizer creates state in `_init_group(group, *lists)`, as torch's do; for others see `first_step`.
     """
     if not hasattr(optimizer, "_init_group"):
         return
@@ -171,6 +181,9 @@ def create_state(optimizer: Optimizer, options: Options) -> None:
             if param.grad is not None and param.grad.layout == torch.strided and not optimizer.state.get(param):
                 alone = {**group, **group.get(SAVED, {}), "params": [param]}
                 optimizer._init_group(alone, *([] for _ in range(_lists_of(type(optimizer)))))  # type: ignore[arg-type]
+                if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
+                    # SGD begins with momentum = gradient, which is what 0 * momentum + gradient gives, bit for bit.
+                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
                 quantize_new_state(optimizer, param, options)
 
 

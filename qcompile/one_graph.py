@@ -13,13 +13,14 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from qcompile._compat import tree_map
+from qcompile._compat import as_plain_inputs, tree_map
+from qcompile.first_step import undecorated
 from qcompile.hooks import create_state, own_hooks, restore_flags, set_flags
 from qcompile.options import Options
 from qcompile.passes.find_state import TWIN_MARK
@@ -29,7 +30,7 @@ DEPTH = 4
 
 
 def optimizers_of(function: Callable[..., Any]) -> list[Optimizer]:
-    """The optimizers that a function can reach through its closure, the globals it names, its object and containers."""
+    """The optimizers that a function can reach through its closure, defaults, the globals it names, its object and containers."""
     found: dict[int, Optimizer] = {}
     seen: set[int] = set()
 
@@ -52,6 +53,7 @@ def optimizers_of(function: Callable[..., Any]) -> list[Optimizer]:
             for cell in value.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is still empty
                     look(cell.cell_contents, depth + 1)
+            look([*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()], depth)
             for name in value.__code__.co_names:
                 look(value.__globals__.get(name), depth + 1)
         elif hasattr(value, "__dict__"):
@@ -81,7 +83,7 @@ def plain_twin(kind: Any) -> type:
     """A class that is no Optimizer, with the methods of `kind` less their decorators."""
     body: dict[str, Any] = {}
     for base in reversed(kind.__mro__[:-1]):
-        body.update({k: _undecorated(v) for k, v in vars(base).items() if k not in ("__dict__", "__weakref__")})
+        body.update({k: undecorated(v) for k, v in vars(base).items() if k not in ("__dict__", "__weakref__")})
     step = body["step"]
 
     def without_grad(self: Any, closure: Any = None) -> Any:
@@ -94,31 +96,29 @@ def plain_twin(kind: Any) -> type:
     return type(kind.__name__, (), body)
 
 
-def _undecorated(value: Any) -> Any:
-    while isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):
-        value = value.__wrapped__
-    return value
-
-
 @contextlib.contextmanager
 def as_plain_objects(optimizers: list[Optimizer]) -> Iterator[None]:
     """Let the optimizers be of their twin classes, with the flags of the per-tensor implementation, in this context."""
     changed: list[tuple[Any, type, Any]] = []
-    try:
-        for optimizer in optimizers:
-            set_flags(optimizer, capturable=True)
-            kind = type(optimizer)
-            # A scheduler hangs its own wrapper on `step`, to see that it was called before the scheduler.
-            changed.append((optimizer, kind, vars(optimizer).pop("step", None)))
-            optimizer.__class__ = plain_twin(kind)
-        yield
-    finally:
-        for optimizer, kind, step in changed:
-            optimizer.__class__ = kind
-            if step is not None:
-                optimizer.step = step
-                optimizer._opt_called = True
-            restore_flags(optimizer)
+    params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+    buffers = [b for o in optimizers for s in o.state.values() if isinstance(s, dict) for b in s.values()]
+    with as_plain_inputs([t for t in [*params, *buffers] if isinstance(t, Tensor)]):
+        try:
+            for optimizer in optimizers:
+                set_flags(optimizer, capturable=True)
+                kind = type(optimizer)
+                # A scheduler hangs its own wrapper on `step`, to see that it was called before the scheduler.
+                changed.append((optimizer, kind, vars(optimizer).pop("step", None)))
+                twin: Any = plain_twin(cast(Any, kind))
+                optimizer.__class__ = twin
+            yield
+        finally:
+            for optimizer, kind, step in changed:
+                optimizer.__class__ = kind
+                if step is not None:
+                    optimizer.step = step
+                    optimizer._opt_called = True
+                restore_flags(optimizer)
 
 
 def create_all_state(optimizers: list[Optimizer], options: Options) -> list[tuple[Optimizer, Tensor]]:
@@ -147,4 +147,6 @@ def detached(function: Callable[..., Any]) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
         return tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, function(*args, **kwargs))
 
+    # Dynamo keeps what it compiled, and counts recompilations, by code object: each function needs its own.
+    step.__code__ = step.__code__.replace()
     return step

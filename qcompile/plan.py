@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from qcompile.passes.find_state import Slot
 from qcompile.passes.pipeline import CompiledGraph
 from qcompile.passes.plan_storage import StatePlan
 from qcompile.runtime.formats import Format
@@ -64,9 +65,14 @@ def refusals(compiled: CompiledGraph) -> list[str]:
     return found
 
 
-def apply_plans(compiled: CompiledGraph) -> None:
-    """Convert every state of the graph to what was planned, one tensor at a time, and record it."""
+def apply_plans(compiled: CompiledGraph) -> bool:
+    """Convert every state of the graph to what was planned, one tensor at a time, and record it.
+
+    True where a state that is an argument of the graph changed its type: Dynamo has traced the other one.
+    """
     seen: set[int] = set()
+    arguments = [n for n in compiled.inputs.state if n.op == "placeholder"]
+    before = [type(_now(compiled.inputs.state[n])) for n in arguments]
     for group in compiled.classes:
         summary = ClassSummary(len(group.regions), group.quantized, group.dense)
         for item in group.regions:
@@ -74,6 +80,13 @@ def apply_plans(compiled: CompiledGraph) -> None:
                 _apply(plan, summary, seen)
     for plan in compiled.refused.values():
         _apply(plan, None, seen)
+    after = [type(_now(compiled.inputs.state[n])) for n in arguments]
+    return before != after
+
+
+def _now(slot: Slot) -> object:
+    optimizer = slot.optimizer()
+    return None if optimizer is None else optimizer.state[slot.param][slot.key]
 
 
 def _apply(plan: StatePlan, group: ClassSummary | None, seen: set[int]) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from qcompile import hooks
-from qcompile._compat import cause_of, compiling_errors, whole_step_tracing
-from qcompile.exc import QCompileError
+from qcompile._compat import cause_of, compiling_errors, reason_of, whole_step_tracing
+from qcompile.exc import NotOneGraphError, QCompileError
 from qcompile.explain import Report, explain
+from qcompile.first_step import makes_state_in_step
 from qcompile.one_graph import as_plain_objects, create_all_state, detached, optimizers_of, why_not
 from qcompile.options import Options
 
@@ -99,7 +100,6 @@ class _Step:
         self.watch = hooks.Watch()
         self.optimizers: list[Optimizer] | None = None
         self.reason: str | None = None  # why it is not one graph
-        self.creates_state = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with hooks.watching(self.watch):
@@ -118,27 +118,30 @@ class _Step:
             self.optimizers = optimizers_of(self.function)
             self.reason = why_not(self.optimizers)
             if self.reason is not None:
-                return self._give_up()
-        created = create_all_state(self.optimizers, self.options) if self.creates_state else []
+                self._give_up()
+                return None
+            if any(makes_state_in_step(optimizer) for optimizer in self.optimizers):
+                return None  # only a step makes this state; the next call is one graph
+        created = create_all_state(self.optimizers, self.options)
         before = self.watch.graphs
         try:
+            self.watch.whole = True
             with as_plain_objects(self.optimizers), whole_step_tracing():
                 result = self.one(*args, **kwargs)
         except compiling_errors() as error:
             for optimizer, param in created:
                 optimizer.state.pop(param, None)
-            if isinstance(cause_of(error), QCompileError):
-                raise
-            if (
-                created
-            ):  # state that cannot stay quantized changes its type while guards are made: let the step create it
-                self.creates_state = False
-                return self._as_one(args, kwargs)
-            if self.fullgraph:
+            cause = cause_of(error)
+            if isinstance(cause, QCompileError) and not isinstance(cause, NotOneGraphError):
                 raise
             self.watch.graphs = before
-            self.reason = " ".join(str(error).split()[:60])
-            return self._give_up()
+            self.reason = reason_of(error)
+            if self.fullgraph:
+                raise NotOneGraphError(self.reason) from error
+            self._give_up()
+            return None
+        finally:
+            self.watch.whole = False
         self.watch.optimizers.update(self.optimizers)
         for optimizer, param in created:  # an eager optimizer has no state for what is not part of the step
             if id(param) not in self.watch.params:
@@ -147,5 +150,5 @@ class _Step:
 
     def _give_up(self) -> None:
         if self.fullgraph:
-            raise QCompileError(f"fullgraph=True, and the step cannot be one graph: {self.reason}")
+            raise NotOneGraphError(str(self.reason))
         log.info("%s is compiled as several graphs: %s", self.function.__qualname__, self.reason)

@@ -38,3 +38,22 @@ def test_train_gpt(tmp_path: Path) -> None:
     assert share <= 0.26
     assert "blocks.0.qkv.weight" in done.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_memory(tmp_path: Path) -> None:
+    plot = tmp_path / "memory.png"
+    command = [sys.executable, str(EXAMPLES / "compare_memory.py"), "--layers", "4", "--plot", str(plot)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {
+        name.strip(): numbers.split()
+        for name, numbers in re.findall(r"^(dense, .{9}|8bit, .{15,16})([ \d.]+)$", done.stdout, re.M)
+    }
+    assert len(rows) == 4, done.stdout
+    layers = {name: float(numbers[-1]) for name, numbers in rows.items()}
+    assert layers["8bit, several graphs"] >= 4
+    assert layers["8bit, one graph"] <= 2
+    found, bound = map(float, re.findall(r"([\d.]+) MiB", done.stdout))
+    assert found <= bound
+    assert float(rows["8bit, one graph"][1]) <= 0.26 * float(rows["dense, eager"][1])
+    assert plot.read_bytes().startswith(b"\x89PNG")
