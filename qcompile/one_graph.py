@@ -148,5 +148,6 @@ def detached(function: Callable[..., Any]) -> Callable[..., Any]:
         return tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, function(*args, **kwargs))
 
     # Dynamo keeps what it compiled, and counts recompilations, by code object: each function needs its own.
-    step.__code__ = step.__code__.replace()
+    own: Any = step
+    own.__code__ = own.__code__.replace()
     return step
