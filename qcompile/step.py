@@ -48,6 +48,7 @@ def train_step(
     mode: str | None = ...,
     dynamic: bool | None = ...,
     fullgraph: bool = ...,
+    one_graph: bool = ...,
 ) -> Callable[[Callable[P, R]], TrainStep[P, R]]: ...
 def train_step(
     function: Callable[..., Any] | None = None,
@@ -56,6 +57,7 @@ def train_step(
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
+    one_graph: bool = True,
     **options: Any,
 ) -> Any:
     """Compile a training step so that the optimizers in it keep quantized state.
@@ -68,6 +70,8 @@ def train_step(
     Args:
         mode, dynamic: as in `torch.compile`.
         fullgraph: raise, with torch's reason, where the step cannot be one graph.
+        one_graph: False compiles several graphs from the start. Each update of one graph is launched alone, which takes more
+            host time than all updates of a class together, and saves no memory where clipping keeps all gradients alive.
         options: see `qcompile.options.Options`.
 
     Raises:
@@ -77,6 +81,7 @@ def train_step(
 
     def decorate(function: Callable[..., Any]) -> Any:
         step = _Step(function, chosen, {"options": options or None, "mode": mode, "dynamic": dynamic}, fullgraph)
+        step.reason = None if one_graph else "one_graph=False"
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
