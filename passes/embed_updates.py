@@ -55,7 +55,7 @@ def embed_updates(compiled: CompiledGraph) -> Embedded:
     for group in compiled.classes:
         for item in group.regions:
             numbers.append(_embed(graph, group, item, compiled, parts, order))
-    _erase_regions(graph, {n for c in compiled.classes for item in c.regions for n in item.region.nodes})
+    erase_regions(graph, {n for c in compiled.classes for item in c.regions for n in item.region.nodes})
     for node in parts:
         graph.erase_node(node)
     where = {part: (original[n], name) for n, trio in parts.items() for part, name in zip(trio, PARTS, strict=True)}
@@ -132,8 +132,8 @@ def _place(node: fx.Node, tensors: list[fx.Node], is_written: bool) -> Callable[
     return lambda count: at if is_written else count + at
 
 
-def _erase_regions(graph: fx.Graph, owned: set[fx.Node]) -> None:
-    """Remove the regions' operations, but for numbers that the rest reads too."""
+def erase_regions(graph: fx.Graph, owned: set[fx.Node]) -> None:
+    """Remove the regions' operations from the graph, but for numbers that the rest reads too."""
     for node in reversed(list(graph.nodes)):
         if node in owned and not node.users:
             graph.erase_node(node)

@@ -25,7 +25,7 @@ from qcompile._compat import (
 from qcompile.dense_step import activity
 from qcompile.exc import NotQuantizedError
 from qcompile.options import Options
-from qcompile.passes.embed_updates import embed_updates
+from qcompile.passes.embed_updates import embed_updates, erase_regions
 from qcompile.passes.find_state import Slot
 from qcompile.passes.pipeline import CompiledClass, CompiledGraph, PlannedRegion, compile_updates, updates_state
 from qcompile.plan import apply_plans, refusals
@@ -120,28 +120,17 @@ class _Rest:
         output = next(n for n in graph.nodes if n.op == "output")
         self.outputs = len(output.args[0])
         output.args = ((*output.args[0], *self.handed),)
-        keep = {n for n in graph.nodes if n not in owned}
-        needed = {a for n in keep for a in n.all_input_nodes if a in owned}  # pure numbers that both sides use
-        for node in reversed(list(graph.nodes)):
-            if node in owned and (node in needed or any(u in needed for u in node.users)):
-                needed.add(node)
-        for node in reversed(list(graph.nodes)):
-            unused_state = node.op == "get_attr" and not node.users
-            if unused_state or (node in owned and node not in needed):
+        erase_regions(graph, owned)
+        for node in list(graph.nodes):
+            if node.op == "get_attr" and not node.users:
                 graph.erase_node(node)
 
     def compile(self, example_inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any] | None:
         """Compile what is left, or None where nothing is. State that went dense is read from where it is now."""
-        values = list(example_inputs)
         for node, plan in self.compiled.refused.items():
             optimizer, param = plan.optimizer(), plan.param()
-            if optimizer is None or param is None:
-                continue
-            dense = optimizer.state[param][plan.key]
-            if node.op == "placeholder":
-                values[self.positions[node]] = dense
-            elif hasattr(self.gm, str(node.target)):
-                setattr(self.gm, str(node.target), dense)
+            if node.op == "get_attr" and hasattr(self.gm, str(node.target)) and optimizer is not None:
+                setattr(self.gm, str(node.target), optimizer.state[param][plan.key])  # type: ignore[index]
         left = [n for n in self.gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
         if not left and not self.outputs:
             return None
@@ -151,7 +140,7 @@ class _Rest:
             else:
                 self.read.append(i)
         self.gm.graph.lint()
-        return stock_inductor(without_unused_attributes(self.gm), [values[i] for i in self.read], settings)
+        return stock_inductor(without_unused_attributes(self.gm), [example_inputs[i] for i in self.read], settings)
 
 
 def _executable(compiled: CompiledGraph, rest: _Rest, run_rest: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ A `Format` is a frozen record. It decides nothing and holds no tensor; `codecs` 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -33,10 +32,6 @@ class Format:
     @property
     def code_dtype(self) -> torch.dtype:
         return torch.int8 if self.signed else torch.uint8
-
-    def with_sign(self, signed: bool) -> Format:
-        """The same storage for state of the other sign."""
-        return dataclasses.replace(self, signed=signed)
 
     def __str__(self) -> str:
         sign = "signed" if self.signed else "unsigned"

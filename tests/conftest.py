@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,33 @@ def train() -> Callable[..., list[Tensor]]:
         return [p.detach().clone() for p in params]
 
     return run
+
+
+class DenseCount:
+    """How many plain tensors of a size `torch.zeros_like` has made, and the most that were alive at once."""
+
+    def __init__(self, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[weakref.ref[Tensor]] = []
+        self.most = 0
+        original = torch.zeros_like
+
+        def counting(*args: Any, **kwargs: Any) -> Tensor:
+            out = original(*args, **kwargs)
+            if out.numel() == numel and type(out) is Tensor:
+                self.made.append(weakref.ref(out))
+                self.most = max(self.most, self.alive())
+            return out
+
+        monkeypatch.setattr(torch, "zeros_like", counting)
+
+    def alive(self) -> int:
+        return sum(r() is not None for r in self.made)
+
+
+@pytest.fixture
+def count_dense(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], DenseCount]:
+    """Begin to count the dense state that optimizers make, by its number of elements."""
+    return lambda numel: DenseCount(numel, monkeypatch)
 
 
 class _NamedTarget:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -73,26 +72,14 @@ def compiled(optimizer: Optimizer) -> Callable[[], Any]:
     return torch.compile(optimizer.step, backend="qstate")
 
 
-def test_state_is_made_one_parameter_at_a_time(params, train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_is_made_one_parameter_at_a_time(params, train, count_dense, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = params(*[(64, 128)] * 6), params(*[(64, 128)] * 6)
     optimizer, reference = Handwritten(ours), Handwritten(theirs)
-    alive: list[weakref.ref[Tensor]] = []
-    most = 0
-    original = torch.zeros_like
-
-    def counting(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal most
-        out = original(*args, **kwargs)
-        if out.numel() == 64 * 128 and type(out) is Tensor:
-            alive.append(weakref.ref(out))
-            most = max(most, sum(r() is not None for r in alive))
-        return out
-
-    monkeypatch.setattr(torch, "zeros_like", counting)
+    dense = count_dense(64 * 128)
     step = compiled(optimizer)
     a = train(ours, step, 1)
-    assert len(alive) >= 10, "the optimizer's own state was not counted"
-    assert most <= 2
+    assert len(dense.made) >= 10, "the optimizer's own state was not counted"
+    assert dense.most <= 2
     quantized = [isinstance(s[k], QuantizedState) for s in optimizer.state.values() for k in ("m", "v")]
     assert sum(quantized) == 10, "all but the parameter that is left for the compiled step"
     monkeypatch.undo()

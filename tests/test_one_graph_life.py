@@ -284,10 +284,8 @@ def test_gradients_die_as_soon_as_they_are_used() -> None:
 def test_the_operator_is_well_formed() -> None:
     case = plain()
     run(case, qcompile.train_step, 1)
-    number = max(_updates)
-    registered = _updates[number]
-    fmt = next(f for f in registered.layout.storage if f is not None) if any(registered.layout.storage) else None
-    assert fmt is None or fmt.block_size == 256
+    formats = {fmt for registered in _updates.values() for fmt in registered.layout.storage if fmt is not None}
+    assert {fmt.block_size for fmt in formats} == {256}
     schema = str(update._opoverload._schema)
     assert schema == "qcompile::update(SymInt number, Tensor(a1!)[] written, Tensor[] read) -> ()"
 

@@ -207,29 +207,17 @@ def test_quantized_follows_dense(params, train, name: str) -> None:
     assert all(s.stored_bytes <= 0.26 * s.dense_bytes for s in report.states if s.shape)
 
 
-def test_no_dense_state_beyond_one_parameter_in_the_first_step(params, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_dense_state_beyond_one_parameter_in_the_first_step(params, count_dense) -> None:
     """State is created and quantized one parameter at a time: count live tensors of a parameter's size."""
     many = params(*[(64, 128)] * 12)
     optimizer = adamw(many)
-    alive: list[weakref.ref[Tensor]] = []
-    most = 0
-    original = torch.zeros_like
-
-    def counting(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal most
-        out = original(*args, **kwargs)
-        if out.numel() == 64 * 128 and type(out) is Tensor:
-            alive.append(weakref.ref(out))
-            most = max(most, sum(r() is not None for r in alive))
-        return out
-
-    monkeypatch.setattr(torch, "zeros_like", counting)
+    dense = count_dense(64 * 128)
     for p in many:
         p.grad = torch.randn_like(p)
     compiled(optimizer)()
-    assert len(alive) >= 24, "the optimizer's own state was not counted"
-    assert most <= 2, f"{most} dense buffers at once; AdamW has 2 per parameter"
-    assert sum(r() is not None for r in alive) == 0
+    assert len(dense.made) >= 24, "the optimizer's own state was not counted"
+    assert dense.most <= 2, f"{dense.most} dense buffers at once; AdamW has 2 per parameter"
+    assert dense.alive() == 0
 
 
 def test_existing_dense_state_is_converted_and_freed(params, train) -> None:
