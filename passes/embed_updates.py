@@ -1,7 +1,7 @@
 """Put every region into the rest of the graph as one mutating operator.
 
 Before: the graph with its regions, and a plan for each; state is stored as planned. After: a graph without regions and
-without `QuantizedState`: a quantized state has become three inputs (codes, scale, tail), and where the last operation of
+without `QuantizedState`: a quantized state has become the tensors that it holds, and where the last operation of
 a region was stands `qcompile::update`, with what it writes and what it reads. The record says where the inputs come from.
 """
 
@@ -17,11 +17,11 @@ from torch import fx
 from qcompile._compat import example_of, inner_source
 from qcompile.passes.pipeline import CompiledClass, CompiledGraph, PlannedRegion
 from qcompile.passes.thread_writes import is_scalar
+from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Region, Source, UpdateClass
 from qcompile.runtime.layout import row_order
 from qcompile.runtime.region_op import register
-
-PARTS = ("codes", "scale", "tail")
+from qcompile.runtime.state import parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ def embed_updates(compiled: CompiledGraph) -> Embedded:
     graph = gm.graph
     original = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     quantized = {
-        item.region.inputs[operand.index]
+        item.region.inputs[operand.index]: fmt
         for group in compiled.classes
         for item in group.regions
         for operand, fmt in zip(item.program.operands, item.storage, strict=True)
         if fmt is not None
     }
-    parts = {node: _split_input(graph, node) for node in original if node in quantized}
+    parts = {node: _split_input(graph, node, quantized[node]) for node in original if node in quantized}
     order = {n: i for i, n in enumerate(graph.nodes)}
     numbers = []
     for group in compiled.classes:
@@ -58,19 +58,24 @@ def embed_updates(compiled: CompiledGraph) -> Embedded:
     erase_regions(graph, {n for c in compiled.classes for item in c.regions for n in item.region.nodes})
     for node in parts:
         graph.erase_node(node)
-    where = {part: (original[n], name) for n, trio in parts.items() for part, name in zip(trio, PARTS, strict=True)}
+    where = {
+        part: (original[n], name)
+        for n, held in parts.items()
+        for part, name in zip(held, parts_of(quantized[n]), strict=True)
+    }
     arguments = (where.get(n) or (original[n], None) for n in graph.nodes if n.op == "placeholder")
     graph.lint()
     assert not any(n in inputs.state and n in quantized for n in graph.nodes)
     return Embedded(tuple(arguments), tuple(numbers))
 
 
-def _split_input(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, ...]:
+def _split_input(graph: fx.Graph, node: fx.Node, fmt: Format) -> tuple[fx.Node, ...]:
+    names = parts_of(fmt)
     with graph.inserting_before(node):
-        trio = tuple(graph.placeholder(f"{node.name}_{name}") for name in PARTS)
-    for part, name in zip(trio, PARTS, strict=True):
+        held = tuple(graph.placeholder(f"{node.name}_{name}") for name in names)
+    for part, name in zip(held, names, strict=True):
         inner_source(node, part, name)
-    return trio
+    return held
 
 
 def _embed(
@@ -92,7 +97,7 @@ def _embed(
         if fmt is not None:
             at = len(written)
             written += parts[node]
-            places.append(functools.partial(_three, at))
+            places.append(functools.partial(_run_of, at, len(parts[node])))
         else:
             places.append(_place(node, written if operand.written else read, operand.written))
     written_numbers = {program.numbers[i] for i in program.written_numbers}
@@ -108,8 +113,8 @@ def _embed(
     return number
 
 
-def _three(at: int, count: int) -> Source:
-    return at, at + 1, at + 2
+def _run_of(at: int, length: int, count: int) -> Source:
+    return tuple(range(at, at + length))
 
 
 def _as_tensor(graph: fx.Graph, node: fx.Node, anchor: fx.Node) -> fx.Node:

@@ -15,7 +15,7 @@ import torch
 from qcompile._compat import code_language, lower_with_inductor
 from qcompile.exc import GraphSpecError
 from qcompile.passes.quantize_update import QuantizedUpdate
-from qcompile.runtime.launch import Kernel
+from qcompile.runtime.launch import LAUNCH, Kernel
 
 NAME = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
 
@@ -23,7 +23,7 @@ NAME = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
 def lower(update: QuantizedUpdate, device: torch.device, settings: Mapping[str, Any]) -> Kernel:
     """Compile `update` with Inductor for `device`; `settings` is Inductor's configuration."""
     call, source = lower_with_inductor(update.graph, update.inputs, update.world.fake_mode, settings)
-    if guards := update.world.unexpected_guards():
+    if guards := update.world.unexpected_guards(most=LAUNCH // update.block_size):
         raise GraphSpecError("lower", f"the kernel holds only where {guards}")
     names = NAME.findall(source)
-    return Kernel(call, ", ".join(names) or "none", code_language(device), source, update.returned_scales)
+    return Kernel(call, ", ".join(names) or "none", code_language(device), source, update.parts, update.returned_scales)

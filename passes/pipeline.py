@@ -7,6 +7,7 @@
     per distinct region program, once:
       functionalize    the other passes read a single-assignment ATen program
       infer_sign       on the program before decomposition, where a square is still visible
+      infer_preconditioner  needs the signs: it is a non-negative state that divides
     per region:
       plan_storage     needs the tensors (size, strides, values), so it is made for each region
     per program and storage, once per process:
@@ -19,18 +20,19 @@ Nothing of the user's is changed here: conversion of state is `qcompile.backend`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from qcompile._compat import code_language, copy_of
-from qcompile.options import Options
+from qcompile.options import Choices, Options
 from qcompile.passes.find_state import Inputs, find_state
 from qcompile.passes.flatten_foreach import flatten_foreach
 from qcompile.passes.functionalize import NotElementwise, UpdateProgram, functionalize
+from qcompile.passes.infer_preconditioner import Preconditioner, infer_preconditioner
 from qcompile.passes.infer_sign import infer_sign
 from qcompile.passes.lower import lower
 from qcompile.passes.outline_updates import Region, outline_updates
@@ -48,6 +50,7 @@ class PlannedRegion:
 
     region: Region
     program: UpdateProgram
+    preconditioners: tuple[Preconditioner, ...]
     plans: dict[int, StatePlan]
     inputs: Inputs
 
@@ -110,18 +113,20 @@ def compile_updates(
     thread_writes(gm)
     inputs = find_state(gm, example_inputs)
     outline = outline_updates(gm, inputs)
-    refused = {node: refuse_state(node, inputs, reason, options) for node, reason in outline.refused.items()}
+    wanted = Choices.of(options, {id(slot.param): slot.param for slot in inputs.state.values()}.values())
+    wanted.require_matches(_states(inputs))
+    refused = {node: refuse_state(node, inputs, reason, wanted) for node, reason in outline.refused.items()}
     planned: list[PlannedRegion] = []
     for region in outline.regions:
         try:
-            program, signs = _program(region, inputs)
+            program, signs, preconditioners = _program(region, inputs)
         except NotElementwise as reason:
             refused.update(
-                {n: refuse_state(n, inputs, str(reason), options) for n in region.inputs if n in inputs.state}
+                {n: refuse_state(n, inputs, str(reason), wanted) for n in region.inputs if n in inputs.state}
             )
         else:
-            plans = plan_storage(region, program, signs, inputs, options)
-            planned.append(PlannedRegion(region, program, plans, inputs))
+            plans = plan_storage(region, program, signs, preconditioners, inputs, wanted)
+            planned.append(PlannedRegion(region, program, preconditioners, plans, inputs))
     by_key: dict[tuple[str, Storage], list[PlannedRegion]] = {}
     for item in planned:
         by_key.setdefault(item.key, []).append(item)
@@ -130,15 +135,24 @@ def compile_updates(
 
 
 # Kept for the life of the process: a reloaded checkpoint or a new parameter group compiles nothing again.
-_PROGRAMS: dict[str, tuple[UpdateProgram, tuple[bool, ...]] | NotElementwise] = {}
+Analysed = tuple[UpdateProgram, tuple[bool, ...], tuple[Preconditioner, ...]]
+_PROGRAMS: dict[str, Analysed | NotElementwise] = {}
 _KERNELS: dict[tuple[Any, ...], Kernel] = {}
 
 
-def _program(region: Region, inputs: Inputs) -> tuple[UpdateProgram, tuple[bool, ...]]:
+def _states(inputs: Inputs) -> Iterator[tuple[Tensor, list[str]]]:
+    """Every parameter of the optimizers in the graph, with the keys of its state."""
+    for optimizer in {id(o): o for slot in inputs.state.values() if (o := slot.optimizer()) is not None}.values():
+        for group in optimizer.param_groups:
+            yield from ((p, list(optimizer.state.get(p, {}))) for p in group["params"])
+
+
+def _program(region: Region, inputs: Inputs) -> Analysed:
     if region.key not in _PROGRAMS:
         try:
             program = functionalize(region, inputs)
-            _PROGRAMS[region.key] = program, infer_sign(program)
+            signs = infer_sign(program)
+            _PROGRAMS[region.key] = program, signs, infer_preconditioner(program, signs)
         except NotElementwise as reason:
             _PROGRAMS[region.key] = reason
     found = _PROGRAMS[region.key]
@@ -157,7 +171,7 @@ def _compile_class(group: tuple[PlannedRegion, ...], inputs: Inputs, settings: M
         torch.float32 if fmt is not None and operand.dtype != torch.float32 else None
         for operand, fmt in zip(program.operands, storage, strict=True)
     )
-    quantized = None if block is None else _kernel(first.region.key, program, storage, device, settings)
+    quantized = None if block is None else _kernel(first, storage, device, settings)
     needs_dense = block is None or any(size % block for size in sizes)
     layout = Layout(
         storage,
@@ -166,17 +180,16 @@ def _compile_class(group: tuple[PlannedRegion, ...], inputs: Inputs, settings: M
         len(program.scalar_dtypes),
         program.written_numbers,
     )
-    dense = _kernel(first.region.key, program, tail, device, settings) if needs_dense else None
+    dense = _kernel(first, tail, device, settings) if needs_dense else None
     return CompiledClass(group, layout, quantized, dense)
 
 
-def _kernel(
-    key: str, program: UpdateProgram, storage: Storage, device: torch.device, settings: Mapping[str, Any]
-) -> Kernel:
+def _kernel(item: PlannedRegion, storage: Storage, device: torch.device, settings: Mapping[str, Any]) -> Kernel:
     language = code_language(device)
-    cache_key = (key, storage, language, repr(sorted(settings.items())))
+    cache_key = (item.region.key, storage, language, repr(sorted(settings.items())))
     if cache_key not in _KERNELS:
-        update = quantize_update(program, storage, device, scales_in_place=language != "C++")
-        verify(update, program, storage)
+        in_place = language != "C++"
+        update = quantize_update(item.program, storage, device, in_place, item.preconditioners)
+        verify(update, item.program, storage)
         _KERNELS[cache_key] = lower(update, device, settings)
     return _KERNELS[cache_key]

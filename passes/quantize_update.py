@@ -1,8 +1,11 @@
 """Give an update quantized storage: dequantize at the head, quantize and store at the tail.
 
 Before: a functional `elements` graph over dense values. After: an ATen graph over [n_blocks, block_size] (or [numel] when
-nothing is quantized), in which every quantized operand has become its codes and scale, and whose last nodes copy each
-new value into its input. The number of rows is symbolic. The update in between is the user's, on exact new values.
+nothing is quantized), in which every quantized operand has become codes and scales, and whose last nodes copy each new
+value into its input. The number of rows is symbolic. The update in between is the user's, on exact new values.
+
+Where a format packs codes of fewer than 8 bits, every block matrix arrives in parts, equal ranges of its columns, and the
+update is written once per part: all loops then have one shape, and all codes that share a byte are in one of them.
 
 Inductor's Triton makes one persistent kernel of it, also with scales copied in place. Its C++ fuses the loops over a block
 only when a new scale is a fresh buffer, so there scales are returned and the caller copies them.
@@ -10,16 +13,27 @@ only when a new scale is a fresh buffer, so there scales are returned and the ca
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from qcompile._compat import SymbolicRows, trace
 from qcompile.passes.functionalize import UpdateProgram
-from qcompile.runtime.codecs import decode_blocks, encode_blocks
+from qcompile.passes.infer_preconditioner import Preconditioner
+from qcompile.runtime.codecs import (
+    Context,
+    Parts,
+    dequantize,
+    finish_scales,
+    load_scales,
+    quantize,
+    update_denominator,
+)
 from qcompile.runtime.formats import Format
+from qcompile.runtime.packing import pack, unpack
+from qcompile.runtime.rounding import Draw
 
 # Per operand of a program: quantized, dense in another dtype than the program's (the fp32 tail of a quantized state), or
 # None, dense as the program has it.
@@ -31,72 +45,179 @@ class QuantizedUpdate:
     """The graph of one update kernel and the fake inputs it was traced with.
 
     Attributes:
-        graph: inputs are, per operand, codes and scale, or the dense values; then the program's 0-d inputs.
+        graph: inputs are, per operand, the parts of its codes, its scales and, for a random format, key and store number
+            (0-d int32); or the parts of its dense values; then the program's 0-d inputs; then, if a format is random,
+            the number of the first row (0-d int32).
         inputs: fake tensors for them.
         world: where the symbolic number of rows lives.
-        returned_scales: operands whose new scale is an output instead of being copied in place.
+        block_size: elements of a row; 1 where nothing is quantized.
+        parts: into how many ranges of columns a block is cut.
+        returned_scales: operands of whose scales the outputs are, `quantize`'s reductions, instead of copied in place.
     """
 
     graph: fx.GraphModule
     inputs: tuple[Tensor, ...]
     world: SymbolicRows
+    block_size: int
+    parts: int
     returned_scales: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class _Cell:
+    """The inputs of one operand: parts of its codes or values, then scales, then key and store number."""
+
+    blocks: Parts
+    scales: Parts
+    counter: list[Tensor]
+
+
 def quantize_update(
-    program: UpdateProgram, storage: Storage, device: torch.device, scales_in_place: bool
+    program: UpdateProgram,
+    storage: Storage,
+    device: torch.device,
+    scales_in_place: bool,
+    preconditioners: tuple[Preconditioner, ...] = (),
 ) -> QuantizedUpdate:
     """Build the kernel graph for one choice of formats, one per operand of `program` (None: dense)."""
     formats = [fmt for fmt in storage if isinstance(fmt, Format)]
     world = SymbolicRows(hint=8192 if formats else 1 << 20)
-    shape = (world.rows, formats[0].block_size) if formats else (world.rows,)
-    inputs: list[Tensor] = []
-    for operand, fmt in zip(program.operands, storage, strict=True):
+    parts = max((fmt.parts for fmt in formats), default=1)
+    build = _Build(program, storage, preconditioners, parts, formats[0].block_size if formats else 1, scales_in_place)
+    inputs = list(_inputs(build, world, device))
+    graph = trace(build.kernel, inputs, world.fake_mode, decompose=True)
+    returned = () if scales_in_place else tuple(i for i in build.written if isinstance(storage[i], Format))
+    return QuantizedUpdate(graph, tuple(inputs), world, build.block_size, parts, returned)
+
+
+def _inputs(build: _Build, world: SymbolicRows, device: torch.device) -> Iterator[Tensor]:
+    def number(dtype: torch.dtype) -> Tensor:
+        return world.empty((), dtype, device)
+
+    for operand, fmt in zip(build.program.operands, build.storage, strict=True):
         if not isinstance(fmt, Format):
-            inputs.append(world.empty(shape, fmt or operand.dtype, device))
-        else:
-            inputs.append(world.empty(shape, fmt.code_dtype, device))
-            inputs.append(world.empty((world.rows, 1), torch.float32, device))
-    inputs += [world.empty((), dtype, device) for dtype in program.scalar_dtypes]
-    written = [i for i, operand in enumerate(program.operands) if operand.written]
-
-    def kernel(*args: Tensor) -> tuple[Tensor, ...]:
-        cells, dense = _read(args, program, storage)
-        results: Any = fx.Interpreter(program.elements).run(*dense)
-        return tuple(_store(cells, results, written, storage, scales_in_place))
-
-    graph = trace(kernel, inputs, world.fake_mode, decompose=True)
-    returned = () if scales_in_place else tuple(i for i in written if isinstance(storage[i], Format))
-    return QuantizedUpdate(graph, tuple(inputs), world, returned)
+            shape = (world.rows, build.block_size) if build.formats else (world.rows,)
+            yield from world.parts(shape, fmt or operand.dtype, device, build.parts)
+            continue
+        yield from world.parts((world.rows, fmt.code_bytes), fmt.code_dtype, device, build.parts * fmt.bits // 8)
+        yield from world.parts((world.rows, fmt.scale_count), fmt.scale_dtype, device, fmt.scale_count)
+        if fmt.random:
+            yield from (number(torch.int32), number(torch.int32))
+    yield from (number(dtype) for dtype in build.program.scalar_dtypes)
+    if any(fmt.random for fmt in build.formats):
+        yield number(torch.int32)
 
 
-def _read(
-    args: tuple[Tensor, ...], program: UpdateProgram, storage: Storage
-) -> tuple[list[list[Tensor]], list[Tensor]]:
-    left = list(args)
-    cells: list[list[Tensor]] = []
-    dense = []
-    for operand, fmt in zip(program.operands, storage, strict=True):
-        cell = [left.pop(0), left.pop(0)] if isinstance(fmt, Format) else [left.pop(0)]
-        cells.append(cell)
-        values = decode_blocks(cell[0], cell[1], fmt) if isinstance(fmt, Format) else cell[0]
-        dense.append(values.to(operand.dtype))
-    return cells, [*dense, *left]
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """One kernel as a function of its inputs."""
 
+    program: UpdateProgram
+    storage: Storage
+    preconditioners: tuple[Preconditioner, ...]
+    parts: int
+    block_size: int
+    scales_in_place: bool
 
-def _store(
-    cells: list[list[Tensor]], results: Any, written: list[int], storage: Storage, scales_in_place: bool
-) -> list[Tensor]:
-    formats = [storage[i] for i in written]
-    stored = [
-        encode_blocks(value.expand(cells[i][0].shape), fmt) if isinstance(fmt, Format) else (value,)
-        for i, value, fmt in zip(written, results, formats, strict=True)
-    ]
-    for i, values in zip(written, stored, strict=True):  # after all are computed: else Inductor's C++ splits the loop
-        cells[i][0].copy_(values[0])
-    scales = [(cells[i][1], values[1]) for i, values in zip(written, stored, strict=True) if len(values) == 2]
-    if not scales_in_place:
-        return [new for _, new in scales]
-    for cell, new in scales:
-        cell.copy_(new)
-    return []
+    @property
+    def formats(self) -> list[Format]:
+        return [fmt for fmt in self.storage if isinstance(fmt, Format)]
+
+    @property
+    def written(self) -> list[int]:
+        return [i for i, operand in enumerate(self.program.operands) if operand.written]
+
+    @property
+    def order(self) -> list[int]:
+        """Operands in an order in which the second moment comes before the first that is stored relative to it."""
+        return sorted(range(len(self.storage)), key=lambda i: i in {p.first for p in self.preconditioners})
+
+    def kernel(self, *args: Tensor) -> tuple[Tensor, ...]:
+        left = iter(args)
+        cells = [self._cell(fmt, left) for fmt in self.storage]
+        numbers = [next(left) for _ in self.program.scalar_dtypes]
+        first_row = next(left, None)
+        dense = self._read(cells, first_row)
+        results = [
+            fx.Interpreter(self.program.elements).run(*(values[k] for values in dense), *numbers)
+            for k in range(self.parts)
+        ]
+        new = {i: [results[k][at] for k in range(self.parts)] for at, i in enumerate(self.written)}
+        return tuple(self._store(cells, new, numbers, first_row))
+
+    def _cell(self, fmt: Format | torch.dtype | None, left: Iterator[Tensor]) -> _Cell:
+        if not isinstance(fmt, Format):
+            return _Cell([next(left) for _ in range(self.parts)], [], [])
+        blocks = [next(left) for _ in range(self.parts * fmt.bits // 8)]
+        scales = [next(left) for _ in range(fmt.scale_count)]
+        return _Cell(blocks, scales, [next(left), next(left)] if fmt.random else [])
+
+    def _read(self, cells: list[_Cell], first_row: Tensor | None) -> list[Parts]:
+        dense: dict[int, Parts] = {}
+        for i in self.order:
+            cell, fmt, dtype = cells[i], self.storage[i], self.program.operands[i].dtype
+            values = cell.blocks
+            if isinstance(fmt, Format):
+                context = self._context(i, fmt, cell, dense, [], first_row, last=1)
+                values = dequantize(unpack(cell.blocks, fmt, self.parts), load_scales(cell.scales, fmt), fmt, context)
+            dense[i] = [part.to(dtype) for part in values]
+        return [dense[i] for i in range(len(cells))]
+
+    def _store(
+        self, cells: list[_Cell], new: dict[int, Parts], numbers: list[Tensor], first_row: Tensor | None
+    ) -> list[Tensor]:
+        copies: list[tuple[Tensor, Tensor]] = []
+        reduced: dict[int, Parts] = {}
+        seconds = {p.second for p in self.preconditioners if self._relative(p.first)}
+        decoded: dict[int, Parts] = {}
+        for i in (i for i in self.order if i in new):
+            cell, fmt = cells[i], self.storage[i]
+            stored = [value.expand(cell.blocks[0].shape) for value in new[i]] if isinstance(fmt, Format) else new[i]
+            if isinstance(fmt, Format):
+                context = self._context(i, fmt, cell, decoded, numbers, first_row, last=0)
+                indices, reduced[i] = quantize(stored, fmt, context)
+                if i in seconds:
+                    decoded[i] = dequantize(indices, load_scales(finish_scales(reduced[i], fmt), fmt), fmt, context)
+                stored = pack(indices, fmt)
+            copies += zip(cell.blocks, stored, strict=True)
+        for old, value in copies:  # after all are computed: else Inductor's C++ splits the loop
+            old.copy_(value)
+        if not self.scales_in_place:
+            return [value for i in sorted(reduced) for value in reduced[i]]
+        for i in sorted(reduced):
+            for old, value in zip(cells[i].scales, finish_scales(reduced[i], self.format_of(i)), strict=True):
+                old.copy_(value)
+        return []
+
+    def format_of(self, i: int) -> Format:
+        fmt = self.storage[i]
+        assert isinstance(fmt, Format)
+        return fmt
+
+    def _relative(self, i: int) -> bool:
+        fmt = self.storage[i]
+        return isinstance(fmt, Format) and fmt.coordinate == "update"
+
+    def _context(
+        self,
+        i: int,
+        fmt: Format,
+        cell: _Cell,
+        decoded: dict[int, Parts],
+        numbers: list[Tensor],
+        first_row: Tensor | None,
+        last: int,
+    ) -> Context:
+        """What a format needs to read (`last` = 1: the store before this one) or to store (`last` = 0)."""
+        draw = denominator = None
+        if fmt.random:
+            assert first_row is not None
+            rows = cell.blocks[0].shape[0]
+            draw = Draw(cell.counter[0], cell.counter[1] - last, first_row, rows, self.block_size)
+        if fmt.coordinate == "update":
+            pair = next(p for p in self.preconditioners if p.first == i)
+            denominator = update_denominator([part.to(torch.float32) for part in decoded[pair.second]], fmt.eps)
+        if fmt.rounding != "preconditioner":
+            return Context(denominator, None, draw)
+        pair = next(p for p in self.preconditioners if p.second == i)
+        return Context(denominator, lambda v: 1.0 / fx.Interpreter(pair.denominator).run(v, *numbers), draw)

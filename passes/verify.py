@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from qcompile.exc import GraphSpecError
-from qcompile.passes.functionalize import UpdateProgram
+from qcompile.passes.functionalize import Operand, UpdateProgram
 from qcompile.passes.quantize_update import QuantizedUpdate, Storage
 from qcompile.runtime.formats import Format
 
@@ -21,8 +21,8 @@ def verify(update: QuantizedUpdate, program: UpdateProgram, storage: Storage) ->
     """Raise `GraphSpecError` where `update` breaks the specification."""
     nodes = list(update.graph.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
-    _verify_inputs(placeholders, program, storage)
-    wanted = _written(program, storage, update.returned_scales)
+    _verify_inputs(placeholders, program, storage, update.parts)
+    wanted = written_inputs(program, storage, update)
     copies = [n for n in nodes if n.target is COPY]
     found = sorted(placeholders.index(n.args[0]) for n in copies if n.args[0] in placeholders)
     if found != wanted or len(copies) != len(wanted):
@@ -32,28 +32,39 @@ def verify(update: QuantizedUpdate, program: UpdateProgram, storage: Storage) ->
         if node.op == "call_function" and schema is not None and schema.is_mutable and node.target is not COPY:
             raise GraphSpecError("quantize_update", f"{node.target} writes in place")
     outputs = nodes[-1].args[0]
-    if len(outputs) != len(update.returned_scales):
-        raise GraphSpecError("quantize_update", f"{len(outputs)} outputs, expected {len(update.returned_scales)}")
+    returned = sum(fmt.reductions for i in update.returned_scales if isinstance(fmt := storage[i], Format))
+    if len(outputs) != returned:
+        raise GraphSpecError("quantize_update", f"{len(outputs)} outputs, expected {returned}")
 
 
-def _verify_inputs(placeholders: list[fx.Node], program: UpdateProgram, storage: Storage) -> None:
+def _verify_inputs(placeholders: list[fx.Node], program: UpdateProgram, storage: Storage, parts: int) -> None:
     at = 0
     for operand, fmt in zip(program.operands, storage, strict=True):
-        expected = [fmt.code_dtype, torch.float32] if isinstance(fmt, Format) else [fmt or operand.dtype]
+        expected = [dtype for dtype, _ in _inputs_of(operand, fmt, parts)]
         found = [n.meta["val"].dtype for n in placeholders[at : at + len(expected)]]
         if found != expected:
             raise GraphSpecError("quantize_update", f"operand {operand} is stored as {fmt} but arrives as {found}")
         at += len(expected)
-    if len(placeholders) != at + len(program.scalar_dtypes):
-        raise GraphSpecError(
-            "quantize_update", f"{len(placeholders)} inputs, expected {at + len(program.scalar_dtypes)}"
-        )
+    at += len(program.scalar_dtypes) + any(isinstance(fmt, Format) and fmt.random for fmt in storage)
+    if len(placeholders) != at:
+        raise GraphSpecError("quantize_update", f"{len(placeholders)} inputs, expected {at}")
 
 
-def _written(program: UpdateProgram, storage: Storage, returned: tuple[int, ...]) -> list[int]:
+def _inputs_of(operand: Operand, fmt: Format | torch.dtype | None, parts: int) -> list[tuple[torch.dtype, str]]:
+    """dtype and kind of the inputs that an operand has."""
+    if not isinstance(fmt, Format):
+        return [(fmt or operand.dtype, "block")] * parts
+    inputs = [(fmt.code_dtype, "block")] * (parts * fmt.bits // 8) + [(fmt.scale_dtype, "scale")] * fmt.scale_count
+    return inputs + [(torch.int32, "counter")] * 2 * fmt.random
+
+
+def written_inputs(program: UpdateProgram, storage: Storage, update: QuantizedUpdate) -> list[int]:
+    """Positions of the inputs that the kernel writes in place."""
     wanted, at = [], 0
     for i, (operand, fmt) in enumerate(zip(program.operands, storage, strict=True)):
-        if operand.written:
-            wanted += [at, at + 1] if isinstance(fmt, Format) and i not in returned else [at]
-        at += 2 if isinstance(fmt, Format) else 1
+        kinds = {"block"} if i in update.returned_scales else {"block", "scale"}
+        for _, kind in _inputs_of(operand, fmt, update.parts):
+            if operand.written and kind in kinds:
+                wanted.append(at)
+            at += 1
     return wanted

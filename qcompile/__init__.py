@@ -11,28 +11,40 @@ if (_checkout / "pyproject.toml").exists() and str(_checkout) not in __path__:
 
 from qcompile.backend import qstate  # noqa: E402
 from qcompile.exc import (  # noqa: E402
+    FormatMismatchError,
+    InvalidFormatError,
     InvalidOptionError,
+    LostPartnerError,
     NotQuantizedError,
     QCompileError,
     UnknownOptionError,
     UnknownRecipeError,
+    UnmatchedOverrideError,
     UnsupportedTorchError,
 )
 from qcompile.explain import Report, explain  # noqa: E402
+from qcompile.overrides import Override  # noqa: E402
 from qcompile.recipes import RECIPES, Recipe  # noqa: E402
+from qcompile.runtime.formats import Format  # noqa: E402
 from qcompile.runtime.state import QuantizedState  # noqa: E402
 from qcompile.step import train_step  # noqa: E402
 
 __all__ = [
     "RECIPES",
+    "Format",
+    "FormatMismatchError",
+    "InvalidFormatError",
     "InvalidOptionError",
+    "LostPartnerError",
     "NotQuantizedError",
+    "Override",
     "QCompileError",
     "QuantizedState",
     "Recipe",
     "Report",
     "UnknownOptionError",
     "UnknownRecipeError",
+    "UnmatchedOverrideError",
     "UnsupportedTorchError",
     "explain",
     "qstate",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
@@ -36,7 +37,10 @@ NEEDED = (
     ("torch._inductor.choices", "InductorChoices.should_use_persistent_reduction"),
     ("torch._inductor.compile_fx", "compile_fx"),
     ("torch._inductor.compile_fx", "compile_fx_inner"),
+    ("torch._inductor.config", "max_fusion_size"),
     ("torch._inductor.decomposition", "select_decomp_table"),
+    ("torch._inductor.ir", "StorageBox.has_exceeded_max_reads"),
+    ("torch._inductor.ir", "StorageBox.should_realize_on_reuse"),
     ("torch._inductor.loop_body", "LoopBody.get_read_expr"),
     ("torch._inductor.virtualized", "V.set_fake_mode"),
     ("torch._inductor.virtualized", "V.set_choices_handler"),
@@ -233,10 +237,23 @@ class SymbolicRows:
         with self.fake_mode:
             return torch.empty(shape, dtype=dtype, device=device)
 
-    def unexpected_guards(self) -> list[str]:
-        """Conditions on `rows` that code generation assumed, other than the bound of 32-bit indices."""
+    def parts(self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device, count: int) -> list[Tensor]:
+        """`count` equal ranges of the columns of a tensor, as views that know where they begin."""
+        whole = self.empty(shape, dtype, device)
+        if count == 1:
+            return [whole]
+        with self.fake_mode:
+            return list(whole.split(shape[1] // count, dim=1))
+
+    def unexpected_guards(self, most: int) -> list[str]:
+        """Conditions on `rows` that code generation assumed, other than bounds that `most` rows keep."""
         found = (str(guard.expr) for guard in self.shape_env.guards)
-        return [expr for expr in found if not expr.endswith("<= 2147483647")]
+        return [expr for expr in found if not _holds_up_to(expr, most)]
+
+
+def _holds_up_to(expr: str, most: int) -> bool:
+    bound = re.fullmatch(r"(?:(\d+)\*)?\w+ <= (\d+)", expr)
+    return bound is not None and int(bound[1] or 1) * most <= int(bound[2])
 
 
 def new_fake_mode() -> Any:
@@ -294,6 +311,46 @@ def _outer_loop_fusion_without_key_error() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _decoded_where_used() -> Iterator[None]:
+    """Compute what is one number per block, or is decoded from codes, where it is used.
+
+    Inductor stores a value that takes many operations (`StorageBox.has_exceeded_max_reads`), or is used twice and has a
+    logarithm in it (`should_realize_on_reuse`). Of one number per row that makes a loop over rows alone, which stands
+    between two loops over elements and keeps them apart; of decoded state it makes a pass of its own over memory.
+    """
+    from torch._inductor.ir import Pointwise, StorageBox
+    from torch._inductor.virtualized import V
+
+    on_reuse, exceeded = StorageBox.should_realize_on_reuse, StorageBox.has_exceeded_max_reads
+
+    def is_small(name: str) -> bool:
+        buffer = V.graph.graph_inputs.get(name) or V.graph.try_get_buffer(name)
+        if buffer is None:
+            return False
+        size = list(buffer.get_size())
+        return buffer.get_dtype().itemsize == 1 or not size or size[-1] == 1
+
+    def is_cheap(box: Any) -> bool:
+        data = box.data
+        if not isinstance(data, Pointwise) or len(data.ranges) != 2:
+            return False
+        names = data.get_read_names()
+        return data.ranges[1] == 1 or bool(names and all(is_small(name) for name in names))
+
+    def should_realize_on_reuse(self: Any, *args: Any, **kwargs: Any) -> bool:
+        return bool(on_reuse(self, *args, **kwargs)) and not is_cheap(self)
+
+    def has_exceeded_max_reads(self: Any) -> bool:
+        return bool(exceeded(self)) and not is_cheap(self)
+
+    with (
+        mock.patch.object(StorageBox, "should_realize_on_reuse", should_realize_on_reuse),
+        mock.patch.object(StorageBox, "has_exceeded_max_reads", has_exceeded_max_reads),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def _one_pass_reductions() -> Iterator[None]:
     """Keep a whole block in registers up to 4096 elements; Inductor loops, and reads everything twice, from 1024 on."""
     from torch._inductor.choices import InductorChoices
@@ -329,11 +386,12 @@ def lower_with_inductor(
 
     allowed = {k: v for k, v in settings.items() if not k.startswith("triton.cudagraph")}
     with (
-        inductor_config.patch(allowed),
+        inductor_config.patch({"max_fusion_size": 1024, **allowed}),
         tracing(TracingContext(mode)),
         V.set_fake_mode(mode),
         _outer_loop_fusion_without_key_error(),
         _one_pass_reductions(),
+        _decoded_where_used(),
     ):
         compiled = compile_fx_inner(gm, list(inputs))
     return cast("Callable[[list[Any]], Any]", compiled), str(getattr(compiled, "source_code", ""))

@@ -53,6 +53,7 @@ def qstate(
         UnsupportedTorchError: torch lacks an API that is needed.
         UnknownRecipeError, UnknownOptionError, InvalidOptionError: `options` is wrong.
         NotQuantizedError: `strict=True` and some state would stay dense.
+        UnmatchedOverrideError, FormatMismatchError: an override matches nothing, or asks for what a state cannot take.
     """
     require_supported_torch()
     hooks.note_graph(gm, example_inputs)
@@ -63,7 +64,7 @@ def qstate(
     compiled = compile_updates(gm, example_inputs, chosen, settings)
     if chosen.strict and (found := refusals(compiled)):
         raise NotQuantizedError(found)
-    if apply_plans(compiled):
+    if apply_plans(compiled, chosen.seed):
         trace_again("optimizer state was converted")
     if compiled.in_place:
         return _one_program(compiled, example_inputs, settings)

@@ -71,7 +71,7 @@ def note_eager_step(optimizer: Optimizer, backend: Callable[..., Any] | None) ->
 
 
 def _report(optimizer: Optimizer, options: Options) -> None:
-    if not options.chosen.quantized or not any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+    if not options.quantizes or not any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
         return
     reason = dense_reason(optimizer)
     record_of(optimizer).dense_reason = reason

@@ -42,6 +42,43 @@ class InvalidOptionError(QCompileError, ValueError):
         super().__init__(f"option {name}={found!r}: {name} must be {allowed}")
 
 
+class InvalidFormatError(QCompileError, ValueError):
+    """A `Format` whose choices have no meaning together."""
+
+    def __init__(self, field: str, found: object, rule: str) -> None:
+        super().__init__(f"Format({field}={found!r}): {rule}")
+
+
+class UnmatchedOverrideError(QCompileError, ValueError):
+    """An override matches no parameter, or none of its state."""
+
+    def __init__(self, override: str, what: str, near: Iterable[str]) -> None:
+        super().__init__(
+            f"override {override} matches no {what}; there are {', '.join(map(repr, near)) or 'none'}. "
+            "Names of parameters are those in the largest live module that holds them."
+        )
+
+
+class FormatMismatchError(QCompileError, ValueError):
+    """A format that this state cannot take."""
+
+    def __init__(self, key: str, shape: tuple[int, ...], fmt: str, found: str) -> None:
+        super().__init__(
+            f"state {key!r} of a parameter of shape {shape} cannot be stored as {fmt}: {found}. "
+            "Give it a signed format in state space, or 'dense', in overrides."
+        )
+
+
+class LostPartnerError(QCompileError):
+    """A first moment in update space whose second moment is not at hand."""
+
+    def __init__(self, partner: str) -> None:
+        super().__init__(
+            f"this state is stored relative to {partner!r} of the same parameter, and does not know where that is; "
+            f"attach it with state.attach_(optimizer.state[param][{partner!r}])"
+        )
+
+
 class NotQuantizedError(QCompileError):
     """`strict=True`, and some optimizer state stays dense."""
 

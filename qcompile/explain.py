@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from qcompile.names import named
 from qcompile.plan import ClassSummary, Record, record_of
+from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel
 from qcompile.runtime.state import QuantizedState
 
@@ -31,6 +31,7 @@ class StateReport:
         reason: why it is dense; None where it is quantized.
         dense_bytes: size without quantization.
         stored_bytes: size now.
+        note: what its format does not promise; None for most.
         update_class: index into `Report.classes`, or None.
     """
 
@@ -43,6 +44,7 @@ class StateReport:
     reason: str | None
     dense_bytes: int
     stored_bytes: int
+    note: str | None
     update_class: int | None
 
 
@@ -102,7 +104,8 @@ def explain(*optimizers: Optimizer) -> Report:
     Every tensor in `optimizer.state` is in the report, as quantized or with the reason why it is dense. It is a tool to
     look with: it searches the process for modules, to name parameters, and is not meant for the inside of a loop.
     """
-    names = _parameter_names(p for o in optimizers for group in o.param_groups for p in group["params"])
+    found = named(p for o in optimizers for group in o.param_groups for p in group["params"])
+    names = {key: value.name for key, value in found.items()}
     classes: list[ClassSummary] = []
     states = []
     for optimizer in optimizers:
@@ -144,8 +147,20 @@ def _state(
         reason=reason,
         dense_bytes=dense_bytes,
         stored_bytes=value.stored_bytes if isinstance(value, QuantizedState) else dense_bytes,
+        note=note_of(value.format) if isinstance(value, QuantizedState) else None,
         update_class=next((i for i, other in enumerate(classes) if other is group), None),
     )
+
+
+def note_of(fmt: Format) -> str | None:
+    """What a careful user should know of a format, or None."""
+    if fmt.positive_to_zero:
+        return "a positive value can become 0; what it divides then moves by up to 1 / eps"
+    if fmt.moves_zero:
+        return "a value of 0 can become something else"
+    if fmt.dithered:
+        return "an unchanged value changes its code at every store"
+    return None
 
 
 def _kernels(classes: list[ClassSummary]) -> tuple[tuple[KernelReport, ...], tuple[ClassReport, ...]]:
@@ -162,20 +177,6 @@ def _kernels(classes: list[ClassSummary]) -> tuple[tuple[KernelReport, ...], tup
             indices.append(next(i for i, other in enumerate(found) if other is kernel))
         reports.append(ClassReport(group.regions, tuple(indices)))
     return tuple(kernels), tuple(reports)
-
-
-def _parameter_names(params: Iterable[Tensor]) -> dict[int, str]:
-    """Names by id: from the largest live module that holds the parameter, else its position."""
-    params = list(params)
-    names = {id(p): str(i) for i, p in enumerate(params)}
-    wanted, sizes = set(names), dict.fromkeys(names, 0)
-    for module in gc.get_objects():
-        if issubclass(type(module), nn.Module):
-            own = [(name, id(p)) for name, p in module.named_parameters() if id(p) in wanted]
-            for name, key in own:
-                if len(own) > sizes[key]:
-                    names[key], sizes[key] = name, len(own)
-    return names
 
 
 def _state_lines(states: tuple[StateReport, ...]) -> list[str]:
@@ -196,9 +197,11 @@ def _state_lines(states: tuple[StateReport, ...]) -> list[str]:
         for row in rows
     ]
     lines.insert(1, "-" * len(lines[0]))
-    return [line.rstrip() for line in lines] + [
-        f"{key}: {count} buffer(s), dense: {reason}" for (key, reason), count in numbers.items()
-    ]
+    return (
+        [line.rstrip() for line in lines]
+        + [f"{key}: {count} buffer(s), dense: {reason}" for (key, reason), count in numbers.items()]
+        + [f"note on {fmt}: {note}" for fmt, note in dict.fromkeys((s.format, s.note) for s in states if s.note)]
+    )
 
 
 def _class_lines(report: Report) -> list[str]:

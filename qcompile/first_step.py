@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from qcompile._compat import copy_of
-from qcompile.options import Options
+from qcompile.options import Choices, Options
 from qcompile.passes.flatten_foreach import flatten_foreach
 from qcompile.passes.thread_writes import is_scalar
 
@@ -42,7 +42,7 @@ def makes_state_in_step(optimizer: Optimizer) -> bool:
     return not hasattr(optimizer, "_init_group") and not any(optimizer.state.values())
 
 
-def run_apart(optimizer: Optimizer, options: Options, quantize: Callable[[Optimizer, Tensor, Options], None]) -> bool:
+def run_apart(optimizer: Optimizer, options: Options, quantize: Callable[[Optimizer, Tensor, Choices], None]) -> bool:
     """Run the first step parameter by parameter, and hide the gradients from the step that follows.
 
     False, and nothing done, where it is not the first step or the parameters are not provably apart.
@@ -50,8 +50,9 @@ def run_apart(optimizer: Optimizer, options: Options, quantize: Callable[[Optimi
     given = [(p, p.grad) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     large = any(p.numel() >= options.min_numel for p, _ in given)
     step = undecorated(type(optimizer).step)
-    if not options.chosen.quantized or not large or not makes_state_in_step(optimizer) or not _apart(optimizer, step):
+    if not options.quantizes or not large or not makes_state_in_step(optimizer) or not _apart(optimizer, step):
         return False
+    wanted = Choices.of(options, [p for p, _ in given])
     apart = sorted(given, key=lambda pair: pair[0].numel(), reverse=True)[:-1]
     before = _python_values(optimizer)
     first = apart[0][0] if apart else given[0][0]
@@ -64,7 +65,7 @@ def run_apart(optimizer: Optimizer, options: Options, quantize: Callable[[Optimi
             with torch.no_grad():
                 step(optimizer)
             param.grad = None
-            quantize(optimizer, param, options)
+            quantize(optimizer, param, wanted)
             _put_back(optimizer, before)
     except Exception:
         if first.grad is None:

@@ -32,8 +32,10 @@ from qcompile import _compat
 from qcompile.dense_step import activity, begin_step, end_step, note_eager_step
 from qcompile.exc import NotOneGraphError
 from qcompile.first_step import give_gradients_back, run_apart
-from qcompile.options import Options
+from qcompile.options import Choices, Options
 from qcompile.passes.find_state import is_state_buffer
+from qcompile.passes.plan_storage import new_state_format
+from qcompile.plan import buffer_key
 from qcompile.runtime.layout import is_flat
 from qcompile.runtime.state import QuantizedState
 
@@ -128,7 +130,7 @@ def _prepare(optimizer: Optimizer, token: int) -> None:
     _note_step(optimizer)
     begin_step(optimizer)
     give_gradients_back(optimizer)  # of a step that failed
-    if options.chosen.quantized and not run_apart(optimizer, options, quantize_new_state):
+    if options.quantizes and not run_apart(optimizer, options, quantize_new_state):
         create_state(optimizer, options)
     set_flags(optimizer)
 
@@ -176,15 +178,17 @@ def create_state(optimizer: Optimizer, options: Options) -> None:
     """
     if not hasattr(optimizer, "_init_group"):
         return
+    wanted: Choices | None = None
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None and param.grad.layout == torch.strided and not optimizer.state.get(param):
+                wanted = wanted or Choices.of(options, [p for g in optimizer.param_groups for p in g["params"]])
                 alone = {**group, **group.get(SAVED, {}), "params": [param]}
                 optimizer._init_group(alone, *([] for _ in range(_lists_of(type(optimizer)))))  # type: ignore[arg-type]
                 if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
                     # SGD begins with momentum = gradient, which is what 0 * momentum + gradient gives, bit for bit.
                     optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
-                quantize_new_state(optimizer, param, options)
+                quantize_new_state(optimizer, param, wanted)
 
 
 @functools.cache
@@ -194,17 +198,15 @@ def _lists_of(kind: type[Optimizer]) -> int:
     return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
-def quantize_new_state(optimizer: Optimizer, param: Tensor, options: Options) -> None:
+def quantize_new_state(optimizer: Optimizer, param: Tensor, wanted: Choices) -> None:
     """Quantize the state of one parameter, with a sign, as long as nothing is known about it.
 
     The plan, made from the graph, gives it its final format.
     """
-    fmt = options.format(signed=True)
-    if fmt is None:
-        return
     buffers = optimizer.state.get(param, {})
     for key, value in buffers.items():
         fits = is_state_buffer(value) and value.is_floating_point() and value.shape == param.shape and is_flat(value)
-        if fits and value.numel() >= max(options.min_numel, fmt.block_size):
+        fmt = new_state_format(param, key, wanted) if fits else None
+        if fmt is not None and value.numel() >= max(wanted.options.min_numel, fmt.block_size):
             quantize = QuantizedState.quantize if value.any() else QuantizedState.zeros_like
-            buffers[key] = quantize(value, fmt)
+            buffers[key] = quantize(value, fmt, buffer_key(optimizer, param, key, wanted.options.seed))

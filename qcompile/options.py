@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from qcompile.exc import InvalidOptionError, UnknownOptionError, UnknownRecipeError
+from qcompile.names import Named, named
+from qcompile.overrides import LAST_LINEAR, Override, Selector, check_selector, parse_overrides, require_match, selects
 from qcompile.recipes import RECIPES, Recipe
 from qcompile.runtime.formats import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, Format, is_block_size
 
@@ -20,6 +25,11 @@ class Options:
         block_size: elements per scale; None is the recipe's own.
         min_numel: state of fewer elements stays dense.
         strict: raise `NotQuantizedError` when a state that is large enough stays dense.
+        overrides: other formats for some parameters or state; where several match, the last one counts.
+        seed: of the random bits of stochastic rounding.
+        train_steps: how many steps the training takes. Recipes that round the first moment of `late_params`
+            stochastically at the end do so from step `round(0.9 * train_steps)` on; None is never.
+        late_params: which parameters that is: a selector as in `Override`, or "last linear layer".
         inductor: options for Inductor itself, used for every graph and kernel.
     """
 
@@ -27,20 +37,30 @@ class Options:
     block_size: int | None = None
     min_numel: int = 4096
     strict: bool = False
+    overrides: tuple[Override, ...] = ()
+    seed: int = 0
+    train_steps: int | None = None
+    late_params: Selector = LAST_LINEAR
     inductor: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
             raise UnknownRecipeError(self.recipe, RECIPES)
-        if self.block_size is not None and not is_block_size(self.block_size):
-            rule = f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
-            raise InvalidOptionError("block_size", self.block_size, rule)
-        if not isinstance(self.min_numel, int) or isinstance(self.min_numel, bool) or self.min_numel < 0:
-            raise InvalidOptionError("min_numel", self.min_numel, "a whole number of elements, 0 or more")
-        if not isinstance(self.strict, bool):
-            raise InvalidOptionError("strict", self.strict, "True or False")
-        if self.inductor is not None and not isinstance(self.inductor, Mapping):
-            raise InvalidOptionError("inductor", self.inductor, "a dict of Inductor options")
+        object.__setattr__(self, "overrides", parse_overrides(self.overrides))
+        rule = f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
+        _check("block_size", self.block_size, self.block_size is None or is_block_size(self.block_size), rule)
+        _check("min_numel", self.min_numel, _is_count(self.min_numel), "a whole number of elements, 0 or more")
+        _check("strict", self.strict, isinstance(self.strict, bool), "True or False")
+        _check("seed", self.seed, isinstance(self.seed, int), "a whole number")
+        is_steps = self.train_steps is None or (_is_count(self.train_steps) and self.train_steps > 0)
+        _check("train_steps", self.train_steps, is_steps, "a whole number of steps, 1 or more")
+        check_selector("late_params", self.late_params)
+        _check(
+            "inductor",
+            self.inductor,
+            self.inductor is None or isinstance(self.inductor, Mapping),
+            "a dict of Inductor options",
+        )
 
     @classmethod
     def parse(cls, given: Mapping[str, object] | None) -> Options:
@@ -55,7 +75,52 @@ class Options:
     def chosen(self) -> Recipe:
         return RECIPES[self.recipe]
 
-    def format(self, signed: bool) -> Format | None:
-        """Storage for a state of this sign, or None where the recipe keeps it dense."""
-        recipe = self.chosen
-        return Format(signed, self.block_size or recipe.block_size) if recipe.quantized else None
+    @property
+    def quantizes(self) -> bool:
+        """Whether any state may be quantized."""
+        return self.chosen.quantized or any(o.format != "dense" for o in self.overrides)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Options, applied to parameters: overrides and late rounding need their names, which are looked up once."""
+
+    options: Options
+    named: dict[int, Named] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: Options, params: Iterable[Tensor]) -> Choices:
+        """For these parameters."""
+        late = options.chosen.late and options.train_steps is not None
+        return cls(options, named(params) if options.overrides or late else {})
+
+    def recipe_for(self, param: Tensor, key: str) -> Recipe | Format:
+        """The recipe or the very format that `optimizer.state[param][key]` gets."""
+        chosen: Recipe | Format = self.options.chosen
+        for override in self.options.overrides:
+            known = self.named.get(id(param))
+            if known and fnmatch.fnmatchcase(key, override.state) and selects(override.params, known, param):
+                chosen = override.format if isinstance(override.format, Format) else RECIPES[override.format]
+        return chosen
+
+    def late_start(self, param: Tensor) -> int | None:
+        """From which store on the parameter's first moment is rounded stochastically, if it is to be."""
+        steps, known = self.options.train_steps, self.named.get(id(param))
+        if steps is None or known is None or not selects(self.options.late_params, known, param):
+            return None
+        return round(0.9 * steps)
+
+    def require_matches(self, params: Iterable[tuple[Tensor, Iterable[str]]]) -> None:
+        """Raise `UnmatchedOverrideError` where an override matches none of (parameter, keys of its state)."""
+        known = [(self.named[id(p)], p, keys) for p, keys in params if id(p) in self.named]
+        for override in self.options.overrides:
+            require_match(override, known)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check(name: str, value: object, holds: bool, rule: str) -> None:
+    if not holds:
+        raise InvalidOptionError(name, value, rule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from qcompile.passes.plan_storage import StatePlan
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel
 from qcompile.runtime.layout import like, row_order, same_order
+from qcompile.runtime.rounding import key_of
 from qcompile.runtime.state import QuantizedState
 
 
@@ -65,31 +67,39 @@ def refusals(compiled: CompiledGraph) -> list[str]:
     return found
 
 
-def apply_plans(compiled: CompiledGraph) -> bool:
+def apply_plans(compiled: CompiledGraph, seed: int) -> bool:
     """Convert every state of the graph to what was planned, one tensor at a time, and record it.
 
-    True where a state that is an argument of the graph changed its type: Dynamo has traced the other one.
+    A second moment is converted before the first moment that is stored relative to it. `seed` is of the random bits.
+    True where a state that is an argument of the graph is another kind of tensor now: Dynamo has traced the old one.
     """
     seen: set[int] = set()
     arguments = [n for n in compiled.inputs.state if n.op == "placeholder"]
-    before = [type(_now(compiled.inputs.state[n])) for n in arguments]
+    before = [_traced(compiled.inputs.state[n]) for n in arguments]
     for group in compiled.classes:
         summary = ClassSummary(len(group.regions), group.quantized, group.dense)
         for item in group.regions:
-            for plan in item.plans.values():
-                _apply(plan, summary, seen)
+            for plan in sorted(item.plans.values(), key=_is_relative):
+                _apply(plan, summary, seen, seed)
     for plan in compiled.refused.values():
-        _apply(plan, None, seen)
-    after = [type(_now(compiled.inputs.state[n])) for n in arguments]
-    return before != after
+        _apply(plan, None, seen, seed)
+    return before != [_traced(compiled.inputs.state[n]) for n in arguments]
 
 
-def _now(slot: Slot) -> object:
+def _traced(slot: Slot) -> object:
+    """What Dynamo's guards know of a state: its type, and shape, strides and dtype of what it holds."""
     optimizer = slot.optimizer()
-    return None if optimizer is None else optimizer.state[slot.param][slot.key]
+    value = None if optimizer is None else optimizer.state[slot.param][slot.key]
+    if not isinstance(value, QuantizedState):
+        return type(value)
+    return [(t.shape, t.stride(), t.dtype) for t in value.stored]
 
 
-def _apply(plan: StatePlan, group: ClassSummary | None, seen: set[int]) -> None:
+def _is_relative(plan: StatePlan) -> bool:
+    return plan.format is not None and plan.format.partner is not None
+
+
+def _apply(plan: StatePlan, group: ClassSummary | None, seen: set[int], seed: int) -> None:
     optimizer, param = plan.optimizer(), plan.param()
     if optimizer is None or param is None:
         return
@@ -103,18 +113,40 @@ def _apply(plan: StatePlan, group: ClassSummary | None, seen: set[int]) -> None:
     if group is not None:
         record.classes[key] = group
     buffers = optimizer.state[param]
+    random_key = buffer_key(optimizer, param, plan.key, seed)
+    partner = buffers[plan.format.partner] if plan.format is not None and plan.format.partner is not None else None
     with torch.no_grad():
-        buffers[plan.key] = converted(buffers[plan.key], plan.format, row_order(param))
+        old, order = buffers[plan.key], row_order(param)
+        buffers[plan.key] = converted(old, plan.format, order, random_key, _stores(buffers), partner)
 
 
-def converted(value: Tensor, fmt: Format | None, order: Tensor) -> Tensor:
+def buffer_key(optimizer: Optimizer, param: Tensor, key: str, seed: int) -> int:
+    """The key of a buffer's random bits: from the seed, the parameter's place in its optimizer and the buffer's name."""
+    places = (i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]) if p is param)
+    return key_of(seed, f"{next(places, -1)}.{key}")
+
+
+def _stores(buffers: Mapping[str, object]) -> int:
+    """How often the optimizer has stored its state, as far as it counts its steps."""
+    step = buffers.get("step", 0)
+    return int(step) if isinstance(step, int | float | Tensor) else 0
+
+
+def converted(
+    value: Tensor,
+    fmt: Format | None,
+    order: Tensor,
+    key: int = 0,
+    stores: int = 0,
+    partner: QuantizedState | None = None,
+) -> Tensor:
     """The state in a format (None: dense), its elements in storage as those of `order`; itself if it is so already."""
     if isinstance(value, QuantizedState):
         if fmt is None:
             return value.dequantize()
         if same_order(value, order):
-            if value.format != fmt:
-                value.requantize_(fmt)
+            if value.format != fmt or value.partner is not partner:
+                value.requantize_(fmt, key, stores, partner)
             return value
         value = value.dequantize()
-    return value if fmt is None else QuantizedState.quantize(like(value.detach(), order), fmt)
+    return value if fmt is None else QuantizedState.quantize(like(value.detach(), order), fmt, key, stores, partner)

@@ -11,6 +11,7 @@ Nothing here depends on how many elements a region has, so a kernel serves every
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from qcompile._compat import copy_all
+from qcompile.runtime.codecs import finish_scales, in_parts
 from qcompile.runtime.formats import Format
 from qcompile.runtime.layout import flat, like
 from qcompile.runtime.state import QuantizedState
@@ -34,17 +36,19 @@ class Kernel:
     """A compiled update.
 
     Attributes:
-        call: takes a list of tensors, writes into them, returns the scales named by `returned_scales`.
+        call: takes a list of tensors, writes into them, returns what the operands in `returned_scales` reduced to.
         name: of the generated functions.
         language: "C++" or "Triton".
         source: the generated module.
-        returned_scales: operands whose new scale is returned instead of written in place.
+        parts: into how many ranges of columns it takes a block.
+        returned_scales: operands whose blocks' reductions are returned, to become scales outside.
     """
 
     call: Callable[[list[Any]], Any]
     name: str
     language: str
     source: str = field(repr=False)
+    parts: int
     returned_scales: tuple[int, ...]
 
 
@@ -71,8 +75,8 @@ class Layout:
         return next((fmt.block_size for fmt in self.storage if fmt is not None), 1)
 
 
-# A tensor that keeps its address, the position of an argument, or the positions of a quantized state's codes, scale, tail.
-Source = Tensor | int | tuple[int, int, int]
+# A tensor that keeps its address, the position of an argument, or the positions of the parts of a quantized state.
+Source = Tensor | int | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +101,15 @@ class UpdateClass:
     ) -> None:
         self.layout, self.regions, self.device = layout, tuple(regions), device
         self.quantized, self.dense = quantized, dense
-        self._static = [_static_views(region, layout) for region in self.regions]
+        self.parts = 1 if quantized is None else quantized.parts
+        self._static = [_static_views(region, layout, self.parts) for region in self.regions]
         written = zip(layout.written, layout.storage, strict=True)
         self._written_dense = [i for i, (is_written, fmt) in enumerate(written) if is_written and fmt is None]
+        formats = list(zip(layout.written, layout.storage, strict=True))
+        self._random = any(fmt is not None and fmt.random for _, fmt in formats)
+        self._counted = [
+            i for i, (is_written, fmt) in enumerate(formats) if is_written and fmt is not None and fmt.random
+        ]
 
     def run(self, args: Sequence[Any]) -> None:
         """Update every region. `args` are the arguments of the compiled graph."""
@@ -120,60 +130,97 @@ class UpdateClass:
         ready = [r.to(self.device).expand(count).unbind() for r in results[: layout.scalar_count]]
         return list(zip(*ready, strict=True))
 
-    def _run_region(self, region: Region, static: _Views, numbers: tuple[Tensor, ...], args: Sequence[Any]) -> None:
-        views, copies = list(static), []
-        for i, view in enumerate(static):
-            source = region.operands[i]
-            if isinstance(source, tuple):
-                views[i] = tuple(args[j] for j in source)
-            elif view is None:
+    def _run_region(self, region: Region, static: _Static, numbers: tuple[Tensor, ...], args: Sequence[Any]) -> None:
+        views, copies = [], []
+        for i, (view, source) in enumerate(zip(static, region.operands, strict=True)):
+            fmt = self.layout.storage[i]
+            if view is not None:
+                views.append(view)
+            elif fmt is not None:
+                stored = [args[j] for j in source] if isinstance(source, tuple) else _tensor(source, args).stored  # type: ignore[attr-defined]
+                views.append(_quantized_views(stored, fmt, self.parts))
+            else:
                 tensor = _tensor(source, args)
-                fmt = self.layout.storage[i]
-                own = tensor if fmt is not None else like(tensor, region.model)
-                views[i] = _views(own, fmt, self.layout.block_size)
+                own = like(tensor, region.model)
+                views.append(_dense_views(own, self.layout.block_size, self.parts))
                 if own is not tensor and self.layout.written[i]:
                     copies.append((tensor, own))
         self._run_blocks(views, numbers)
-        if self.dense is not None and (tails := [v[-1] for v in views])[0].numel():  # type: ignore[index]
-            self.dense.call([*tails, *numbers])
+        if self.dense is not None and views[0].tail.numel():
+            self.dense.call([*(view.tail for view in views), *numbers])
+        for i in self._counted:
+            views[i].numbers[1].add_(1)
         for tensor, own in copies:
             tensor.copy_(own)
 
-    def _run_blocks(self, views: list[Any], numbers: tuple[Tensor, ...]) -> None:
+    def _run_blocks(self, views: list[_Views], numbers: tuple[Tensor, ...]) -> None:
         if self.quantized is None:
             return
-        rows = views[0][0].shape[0]
+        rows = views[0].blocks[0].shape[0]
         step = max(1, (CPU_LAUNCH if self.device.type == "cpu" else LAUNCH) // self.layout.block_size)
         for start in range(0, rows, step):
-            whole = rows <= step
-            parts = [[t if whole else t[start : start + step] for t in view[:-1]] for view in views]
-            scales = self.quantized.call([*(t for part in parts for t in part), *numbers])
-            for i, scale in zip(self.quantized.returned_scales, scales, strict=True):
-                parts[i][1].copy_(scale)
+            chunk = slice(None) if rows <= step else slice(start, start + step)
+            inputs = [t for view in views for t in (*view.rows(chunk), *view.numbers)]
+            first = [_first_row(start, self.device)] if self._random else []
+            reduced = list(self.quantized.call([*inputs, *numbers, *first]))
+            for i in self.quantized.returned_scales:
+                fmt = self.layout.storage[i]
+                assert fmt is not None
+                mine = [reduced.pop(0) for _ in range(fmt.reductions)]
+                for old, new in zip(views[i].scales, finish_scales(mine, fmt), strict=True):
+                    old[chunk].copy_(new)
 
 
-# Per operand: its blocks (codes and scale, or values) and last the flat rest; None where the tensor is an argument.
-_Views = list["tuple[Tensor, ...] | None"]
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """How a kernel sees an operand: parts of its codes or values and its scales, [rows, width] each, 0-d numbers, and the
+    flat rest that fills no block."""
+
+    blocks: tuple[Tensor, ...]
+    scales: tuple[Tensor, ...]
+    numbers: tuple[Tensor, ...]
+    tail: Tensor
+
+    def rows(self, chunk: slice) -> tuple[Tensor, ...]:
+        whole = (*self.blocks, *self.scales)
+        return whole if chunk.start is None else tuple(t[chunk] for t in whole)
 
 
-def _static_views(region: Region, layout: Layout) -> _Views:
-    static: _Views = []
+# Per operand; None where the tensor is an argument.
+_Static = list["_Views | None"]
+
+
+def _static_views(region: Region, layout: Layout, parts: int) -> _Static:
+    static: _Static = []
     for source, fmt in zip(region.operands, layout.storage, strict=True):
-        aligned = isinstance(source, Tensor) and (fmt is not None or like(source, region.model) is source)
-        static.append(_views(source, fmt, layout.block_size) if aligned else None)  # type: ignore[arg-type]
+        if fmt is not None and isinstance(source, QuantizedState):
+            assert source.format == fmt, (source.format, fmt)
+            static.append(_quantized_views(source.stored, fmt, parts))
+        elif isinstance(source, Tensor) and like(source, region.model) is source:
+            static.append(_dense_views(source, layout.block_size, parts))
+        else:
+            static.append(None)
     return static
 
 
-def _views(tensor: Tensor, fmt: Format | None, block_size: int) -> tuple[Tensor, ...]:
-    if fmt is not None:
-        assert isinstance(tensor, QuantizedState), type(tensor)
-        assert tensor.format == fmt, (tensor.format, fmt)
-        return tensor.codes, tensor.scale, tensor.tail
+def _quantized_views(stored: Sequence[Tensor], fmt: Format, parts: int) -> _Views:
+    codes, scale, tail, *counter = stored
+    numbers = tuple(counter[0].unbind()) if counter else ()
+    planes = in_parts(codes, parts * fmt.bits // 8)
+    return _Views(tuple(planes), tuple(in_parts(scale, fmt.scale_count)), numbers, tail)
+
+
+def _dense_views(tensor: Tensor, block_size: int, parts: int) -> _Views:
     elements = flat(tensor.detach())
     if block_size == 1:
-        return (elements,)
+        return _Views((), (), (), elements)
     blocked = elements.numel() - elements.numel() % block_size
-    return elements[:blocked].view(-1, block_size), elements[blocked:]
+    return _Views(tuple(in_parts(elements[:blocked].view(-1, block_size), parts)), (), (), elements[blocked:])
+
+
+@functools.lru_cache(maxsize=1024)
+def _first_row(start: int, device: torch.device) -> Tensor:
+    return torch.tensor(start, dtype=torch.int32, device=device)
 
 
 def _tensor(source: Any, args: Sequence[Any]) -> Tensor:

@@ -12,19 +12,29 @@ Write to the state itself: `state.copy_(...)`, `state[rows] = 0`, `state.mul_(0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from qcompile._compat import is_fake, tree_flatten, tree_unflatten
-from qcompile.runtime.codecs import decode_blocks, encode_blocks
+from qcompile.exc import LostPartnerError
+from qcompile.runtime.codecs import Context, decode_blocks, encode_blocks, in_parts, update_denominator
 from qcompile.runtime.formats import Format
 from qcompile.runtime.layout import flat, like
+from qcompile.runtime.rounding import Draw
 
 # Eager encoding makes temporaries of several times its input: this many elements at a time keeps them small.
 CHUNK = 1 << 20
+
+
+def parts_of(fmt: Format) -> tuple[str, ...]:
+    """Names of the tensors that a state of this format holds."""
+    return ("codes", "scale", "tail", "counter") if fmt.random else ("codes", "scale", "tail")
+
 
 Metadata = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, Format]
 
@@ -33,40 +43,77 @@ class QuantizedState(torch.Tensor):
     """Quantized optimizer state that reads as the dense tensor.
 
     Attributes:
-        codes: [n_blocks, block_size], int8 or uint8; the first n_blocks * block_size elements in storage order.
-        scale: [n_blocks, 1] fp32, the largest finite magnitude of each block.
+        codes: [n_blocks, code_bytes], of the first n_blocks * block_size elements in storage order.
+        scale: [n_blocks, 1] in the format's scale dtype, or [n_blocks, 2]: least and largest value.
         tail: [numel % block_size] fp32, the rest of the elements.
+        counter: [2] int32, the key of the buffer's random bits and how often it was stored; None where none are drawn.
         format: how they are stored.
+        partner: for a first moment in update space, the second moment that it is stored relative to.
     """
 
     codes: Tensor
     scale: Tensor
     tail: Tensor
+    counter: Tensor | None
     format: Format
+    partner: QuantizedState | None
+    _dependents: list[weakref.ref[QuantizedState]]
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, tail: Tensor, metadata: Metadata) -> QuantizedState:
+    def __new__(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        tail: Tensor,
+        counter: Tensor | None,
+        metadata: Metadata,
+        partner: QuantizedState | None = None,
+    ) -> QuantizedState:
         shape, stride, dtype, _ = metadata
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
             cls, shape, strides=stride, dtype=dtype, device=codes.device
         )
 
-    def __init__(self, codes: Tensor, scale: Tensor, tail: Tensor, metadata: Metadata) -> None:
-        self.codes, self.scale, self.tail, self.format = codes, scale, tail, metadata[3]
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        tail: Tensor,
+        counter: Tensor | None,
+        metadata: Metadata,
+        partner: QuantizedState | None = None,
+    ) -> None:
+        self.codes, self.scale, self.tail, self.counter, self.format = codes, scale, tail, counter, metadata[3]
+        self.partner, self._dependents = partner, []
+        if partner is not None:
+            partner._dependents.append(weakref.ref(self))
 
     @classmethod
-    def zeros_like(cls, dense: Tensor, fmt: Format) -> QuantizedState:
-        """A state that decodes to zero, laid out as `dense`."""
+    def zeros_like(
+        cls, dense: Tensor, fmt: Format, key: int = 0, stores: int = 0, partner: QuantizedState | None = None
+    ) -> QuantizedState:
+        """A state that decodes to zero, laid out as `dense`.
+
+        Args:
+            dense: gives shape, strides, dtype and device.
+            fmt: how to store.
+            key: int32 key of the buffer's random bits, see `rounding.key_of`.
+            stores: how often it counts as stored already.
+            partner: the second moment, for a format in update space.
+        """
         blocks, rest = divmod(dense.numel(), fmt.block_size)
-        codes = torch.zeros(blocks, fmt.block_size, dtype=fmt.code_dtype, device=dense.device)
-        scale = torch.zeros(blocks, 1, device=dense.device)
+        codes = torch.zeros(blocks, fmt.code_bytes, dtype=torch.uint8, device=dense.device).view(fmt.code_dtype)
+        scale = torch.zeros(blocks, fmt.scale_count, dtype=fmt.scale_dtype, device=dense.device)
         tail = torch.zeros(rest, device=dense.device)
-        return cls(codes, scale, tail, (tuple(dense.shape), dense.stride(), dense.dtype, fmt))
+        counter = torch.tensor([key, stores], dtype=torch.int32, device=dense.device) if fmt.random else None
+        return cls(codes, scale, tail, counter, (tuple(dense.shape), dense.stride(), dense.dtype, fmt), partner)
 
     @classmethod
-    def quantize(cls, dense: Tensor, fmt: Format) -> QuantizedState:
+    def quantize(
+        cls, dense: Tensor, fmt: Format, key: int = 0, stores: int = 0, partner: QuantizedState | None = None
+    ) -> QuantizedState:
         """Store the values of `dense`: any floating dtype, any strides for which `layout.is_flat` holds."""
-        state = cls.zeros_like(dense, fmt)
+        state = cls.zeros_like(dense, fmt, key, stores, partner)
         state.store_(dense)
         return state
 
@@ -77,62 +124,139 @@ class QuantizedState(torch.Tensor):
         dense = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
         main, tail = self._split(flat(dense))
         for rows in self._chunks():
-            main[rows] = decode_blocks(self.codes[rows], self.scale[rows], self.format).to(self.dtype)
+            main[rows] = self._decoded(rows).to(self.dtype)
         tail.copy_(self.tail)
         return dense
 
     def store_(self, dense: Tensor) -> None:
-        """Encode `dense` (the state's shape, any dtype and strides) into this state."""
+        """Encode `dense` (the state's shape, any dtype and strides) into this state.
+
+        A first moment that is stored relative to this state keeps its values.
+        """
         if is_fake(self.codes):
             return
+        dependents = [(state, state.dequantize()) for state in self._alive()]
         main, tail = self._split(flat(like(dense, self)))
         for rows in self._chunks():
-            self.codes[rows], self.scale[rows] = encode_blocks(main[rows], self.format)
+            self.codes[rows], scales = encode_blocks(main[rows], self.format, self._context(rows, last=0))
+            self.scale[rows] = torch.cat(scales, dim=1)
         self.tail.copy_(tail)
+        if self.counter is not None:
+            self.counter[1] += 1
+        for state, values in dependents:
+            state.store_(values)
+
+    def _decoded(self, rows: slice) -> Tensor:
+        scales = in_parts(self.scale[rows], self.format.scale_count)
+        return decode_blocks(self.codes[rows], scales, self.format, self._context(rows, last=1))
+
+    def _context(self, rows: slice, last: int) -> Context:
+        """What the format needs to read (`last` = 1: the store before now) or to store these rows."""
+        fmt, draw, denominator, preconditioner = self.format, None, None, None
+        if self.counter is not None:
+            key, store = self.counter.unbind()
+            draw = Draw(key, store - last, rows.start, rows.stop - rows.start, fmt.block_size)
+        if fmt.coordinate == "update":
+            if self.partner is None:
+                raise LostPartnerError(str(fmt.partner))
+            denominator = in_parts(
+                update_denominator([self.partner._rows(rows, fmt.block_size)], fmt.eps)[0], fmt.parts
+            )
+        if fmt.rounding == "preconditioner":  # outside of a step there is no bias correction
+
+            def preconditioner(v: Tensor) -> Tensor:
+                return 1.0 / (torch.sqrt(v) + max(fmt.eps, 1e-30))
+
+        return Context(denominator, preconditioner, draw)
+
+    def _rows(self, rows: slice, block_size: int) -> Tensor:
+        """Values of the elements that rows of blocks of `block_size` hold, in that shape; fp32."""
+        own = self.format.block_size
+        first, last = rows.start * block_size, min(rows.stop * block_size, self.codes.shape[0] * own)
+        blocks = slice(first // own, -(-last // own))
+        values = self._decoded(blocks).flatten()[first - blocks.start * own :]
+        missing = (rows.stop - rows.start) * block_size
+        return torch.cat([values, self.tail])[:missing].view(-1, block_size)
+
+    def _alive(self) -> list[QuantizedState]:
+        found = {id(state): state for ref in self._dependents if (state := ref()) is not None}
+        self._dependents = [weakref.ref(state) for state in found.values()]
+        return list(found.values())
 
     def __setitem__(self, index: Any, value: Any) -> None:
         dense = self.dequantize()
         dense[index] = value.dequantize() if isinstance(value, QuantizedState) else value
         self.store_(dense)
 
-    def requantize_(self, fmt: Format) -> None:
+    def requantize_(self, fmt: Format, key: int = 0, stores: int = 0, partner: QuantizedState | None = None) -> None:
         """Change the format in place. Values that are 0 stay 0; others are encoded again."""
-        is_zero = not self.codes.any() and not self.tail.any()
+        dependents = [(state, state.dequantize()) for state in self._alive()]
+        is_zero = not self.codes.view(torch.uint8).any() and not self.tail.any()
         dense = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
-        other = QuantizedState.zeros_like(dense, fmt) if is_zero else QuantizedState.quantize(self.dequantize(), fmt)
-        self.codes, self.scale, self.tail, self.format = other.codes, other.scale, other.tail, fmt
+        make = QuantizedState.zeros_like if is_zero else QuantizedState.quantize
+        other = make(dense if is_zero else self.dequantize(), fmt, key, stores, partner)
+        self.codes, self.scale, self.tail, self.counter = other.codes, other.scale, other.tail, other.counter
+        self.format = fmt
+        self.attach_(partner)
+        for state, values in dependents:
+            state.store_(values)
+
+    def attach_(self, partner: QuantizedState | None) -> None:
+        """Say which second moment this state is stored relative to. The codes are not changed."""
+        self.partner = partner
+        if partner is not None:
+            partner._dependents.append(weakref.ref(self))
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of codes, scales and tail."""
-        return sum(t.numel() * t.element_size() for t in (self.codes, self.scale, self.tail))
+        """Bytes of codes, scales, counter and tail."""
+        return sum(t.numel() * t.element_size() for t in self.stored)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors that hold the state, in the order of `parts_of(self.format)`."""
+        return tuple(getattr(self, name) for name in parts_of(self.format))
 
     def _split(self, elements: Tensor) -> tuple[Tensor, Tensor]:
-        blocked = self.codes.numel()
+        blocked = self.codes.shape[0] * self.format.block_size
         return elements[:blocked].view(-1, self.format.block_size), elements[blocked:]
 
     def _chunks(self) -> Iterator[slice]:
         step = max(1, CHUNK // self.format.block_size)
-        return (slice(start, start + step) for start in range(0, self.codes.shape[0], step))
+        blocks = self.codes.shape[0]
+        return (slice(start, min(start + step, blocks)) for start in range(0, blocks, step))
 
     def _metadata(self) -> Metadata:
         return tuple(self.shape), self.stride(), self.dtype, self.format
 
-    def _carry(self, codes: Tensor, scale: Tensor, tail: Tensor, dtype: torch.dtype | None = None) -> QuantizedState:
+    def _carry(
+        self, change: Callable[[Tensor], Tensor], partner: QuantizedState | None, dtype: torch.dtype | None = None
+    ) -> QuantizedState:
         shape, stride, own, fmt = self._metadata()
-        return QuantizedState(codes, scale, tail, (shape, stride, dtype or own, fmt))
+        counter = None if self.counter is None else change(self.counter)
+        parts = (change(self.codes), change(self.scale), change(self.tail), counter)
+        return QuantizedState(*parts, (shape, stride, dtype or own, fmt), partner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedState:
+        if id(self) not in memo:  # a partner that is copied in the same call is shared, as it is here
+            memo[id(self)] = self._carry(torch.clone, copy.deepcopy(self.partner, memo))
+        return cast(QuantizedState, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        arguments = (self.codes, self.scale, self.tail, self.counter, self._metadata(), self.partner)
+        return QuantizedState, arguments
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedState({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
-        return ["codes", "scale", "tail"], self._metadata()
+        return list(parts_of(self.format)), self._metadata()
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], metadata: Metadata, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> QuantizedState:
-        return QuantizedState(inner["codes"], inner["scale"], inner["tail"], metadata)
+        return QuantizedState(inner["codes"], inner["scale"], inner["tail"], inner.get("counter"), metadata)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -170,22 +294,30 @@ def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, 
 
 
 def _detach(state: QuantizedState) -> QuantizedState:
-    return state._carry(state.codes, state.scale, state.tail)
+    return state._carry(lambda t: t, state.partner)
 
 
 def _clone(state: QuantizedState, memory_format: torch.memory_format | None = None) -> Tensor:
     if memory_format not in (None, torch.preserve_format):
         return state.dequantize().clone(memory_format=memory_format)
-    return state._carry(state.codes.clone(), state.scale.clone(), state.tail.clone())
+    # what it is relative to goes on changing, so a copy needs its own
+    return state._carry(torch.clone, None if state.partner is None else _own(state.partner, torch.clone))
 
 
 def _to_copy(state: QuantizedState, **kwargs: Any) -> Tensor:
     dtype = kwargs.get("dtype") or state.dtype
     if not dtype.is_floating_point or kwargs.get("memory_format") not in (None, torch.preserve_format):
         return cast(Tensor, torch.ops.aten._to_copy.default(state.dequantize(), **kwargs))
-    move = {"device": kwargs.get("device") or state.device, "non_blocking": kwargs.get("non_blocking", False)}
-    codes, scale, tail = (t.to(**move, copy=True) for t in (state.codes, state.scale, state.tail))
-    return state._carry(codes, scale, tail, dtype)
+
+    def move(t: Tensor) -> Tensor:
+        device = kwargs.get("device") or state.device
+        return t.to(device, non_blocking=bool(kwargs.get("non_blocking")), copy=True)
+
+    return state._carry(move, None if state.partner is None else _own(state.partner, move), dtype)
+
+
+def _own(partner: QuantizedState, change: Callable[[Tensor], Tensor]) -> QuantizedState:
+    return partner._carry(change, None)
 
 
 _CARRIED: dict[Any, Any] = {

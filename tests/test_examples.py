@@ -35,7 +35,8 @@ def test_train_gpt(tmp_path: Path) -> None:
     assert 7.9 < dense_bytes < 8.1
     assert our_bytes < 2.5
     share = float(re.findall(r"buffers at ([\d.]+) of their dense bytes", done.stdout)[0])
-    assert share <= 0.26
+    # blocks end where rows of 64 do: 1 + 2/64 and 1 + 8/64 bytes of 8; the tails of 12 buffers' counters are the rest
+    assert share <= (2 + 10 / 64) / 8 + 1e-3
     assert "blocks.0.qkv.weight" in done.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
 

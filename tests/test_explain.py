@@ -84,7 +84,7 @@ def test_print_is_a_table() -> None:
     assert lines[0].split()[:3] == ["parameter", "state", "shape"]
     row = next(line for line in lines if line.startswith("wide.weight") and "exp_avg_sq" in line)
     assert "103x64" in row
-    assert "dynamic8-unsigned/256" in row
+    assert "pseudo-log-linear8-unsigned-coordinate/64" in row
     assert "26,368" in row
     assert any(line.startswith("class 0:") and "cpp_fused" in line for line in lines)
     assert "step: 4 buffer(s), dense: a number" in lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 import qcompile
 from qcompile.passes import pipeline
-from qcompile.runtime.formats import Format
+from qcompile.recipes import RECIPES
+from qcompile.runtime.formats import row_block_size
+from qcompile.runtime.rounding import key_of
 from qcompile.runtime.state import QuantizedState
 
 SHAPES = ((64, 128), (128, 50), (40, 103), (17,), ())  # whole blocks, whole blocks, a tail, small, 0-d
@@ -36,13 +39,16 @@ class TwinAdamW:
 
     def __init__(self, params: list[nn.Parameter], lr: float = 1e-3, decay: float = 0.01) -> None:
         self.params, self.lr, self.decay, self.t = params, lr, decay, 0
-        self.state = [self._new(p) for p in params]
+        self.state = [self._new(p, i) for i, p in enumerate(params)]
 
     @staticmethod
-    def _new(p: nn.Parameter) -> list[Tensor]:
+    def _new(p: nn.Parameter, index: int) -> list[Tensor]:
         if p.numel() < 4096:
             return [torch.zeros_like(p), torch.zeros_like(p)]
-        return [QuantizedState.zeros_like(p.detach(), Format(signed, 256)) for signed in (True, False)]
+        block_size = row_block_size(p.shape[1], 256)
+        first, second = (replace(f, block_size=block_size) for f in (RECIPES["8bit"].first, RECIPES["8bit"].second))
+        v = QuantizedState.zeros_like(p.detach(), second, key=key_of(0, f"{index}.exp_avg_sq"))
+        return [QuantizedState.zeros_like(p.detach(), first, partner=v), v]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -54,7 +60,7 @@ class TwinAdamW:
             p.mul_(1 - self.lr * self.decay)
             denominator = (v / (1 - 0.999**self.t)).sqrt() + 1e-8
             p.sub_(self.lr / (1 - 0.9**self.t) * m / denominator)
-            for s, new in zip(state, (m, v), strict=True):
+            for s, new in zip(reversed(state), (v, m), strict=True):  # m is stored relative to what v was stored as
                 s.store_(new) if isinstance(s, QuantizedState) else s.copy_(new)
 
 
@@ -62,14 +68,18 @@ def test_equals_the_readable_twin(params, train) -> None:
     ours, theirs = params(*SHAPES), params(*SHAPES)
     optimizer, twin = adamw(ours), TwinAdamW(theirs)
     for a, b in zip(train(ours, compiled(optimizer), 6), train(theirs, twin.step, 6), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        # The twin rounds its sums in another order, which can move an element across the point where it is rounded up: one in
+        # thousands, and then v differs by a step of its code (below 10 %) and each later update by half of that.
+        apart = (a - b).abs()
+        assert (apart > 1e-6 + 1e-5 * b.abs()).float().mean() <= 1e-3
+        assert apart.numel() == 0 or apart.max() <= 6 * 1e-3 * 0.05
     for p, state in zip(ours, twin.state, strict=True):
         for key, expected in zip(("exp_avg", "exp_avg_sq"), state, strict=True):
             got = optimizer.state[p][key]
             if isinstance(expected, QuantizedState):
                 assert got.format == expected.format
-                # fp32 rounding of the new value can move an element across the border of two codes
-                assert (got.codes.int() - expected.codes.int()).abs().max() <= 1
+                # fp32 rounding of the new value can move an element across the border of two codes, and once more later
+                assert (got.codes.int() - expected.codes.int()).abs().max() <= 2
                 assert (got.codes != expected.codes).float().mean() < 1e-3
                 torch.testing.assert_close(got.scale, expected.scale, rtol=1e-5, atol=0)
 
@@ -204,7 +214,9 @@ def test_quantized_follows_dense(params, train, name: str) -> None:
     assert (a - b).norm() <= 0.03 * (b - start[0].detach()).norm()
     report = qcompile.explain(optimizer)
     assert all(s.reason is None for s in report.states if s.shape), report
-    assert all(s.stored_bytes <= 0.26 * s.dense_bytes for s in report.states if s.shape)
+    quantized = [s for s in report.states if s.reason is None]
+    # rows of 128: at most a byte, and two fp32 ends per 128 elements; 8 bytes per buffer count its stores
+    assert all(s.stored_bytes <= (1 + 8 / 128) / 4 * s.dense_bytes + 8 for s in quantized)
 
 
 def test_no_dense_state_beyond_one_parameter_in_the_first_step(params, count_dense) -> None:

@@ -21,8 +21,13 @@ def compiled(optimizer: torch.optim.Optimizer, **options: Any) -> Callable[[], A
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe": "16bit"}, "unknown recipe '16bit'; recipes are '8bit', 'dense'"),
-        ({"bits": 8}, "unknown option 'bits'; options are block_size, inductor, min_numel, recipe, strict"),
+        ({"recipe": "16bit"}, "unknown recipe '16bit'; recipes are '8bit', '5bit', '4bit'"),
+        ({"bits": 8}, "unknown option 'bits'; options are block_size, inductor, late_params, min_numel, overrides"),
+        ({"train_steps": 0}, "option train_steps=0: train_steps must be a whole number of steps, 1 or more"),
+        ({"seed": 1.5}, "option seed=1.5: seed must be a whole number"),
+        ({"late_params": 3}, "option late_params=3: late_params must be a glob"),
+        ({"overrides": "dense"}, "option overrides='dense': overrides must be a dict from parameters to formats"),
+        ({"overrides": {"*": "7bit"}}, "option overrides='7bit': overrides must be a Format or one of '8bit'"),
         ({"block_size": 100}, "option block_size=100: block_size must be a power of two from 32 to 4096"),
         ({"block_size": 16}, "a power of two from 32 to 4096"),
         ({"block_size": 8192}, "a power of two from 32 to 4096"),

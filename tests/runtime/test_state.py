@@ -15,7 +15,7 @@ from qcompile.runtime.formats import Format
 from qcompile.runtime.layout import flat, is_flat, like, same_order
 from qcompile.runtime.state import QuantizedState
 
-SIGNED = Format(True, 256)
+SIGNED = Format(True, block_size=256)
 
 
 def close(a: Tensor, b: Tensor, rounding: float = 0.0) -> None:
@@ -137,7 +137,7 @@ def test_requantize_changes_format_and_keeps_zero() -> None:
     x = torch.rand(1000)
     x[::3] = 0
     q = QuantizedState.quantize(x, SIGNED)
-    q.requantize_(Format(False, 64))
+    q.requantize_(Format(False, block_size=64))
     assert q.codes.shape == (15, 64)
     assert torch.equal(q == 0, x == 0)
 
