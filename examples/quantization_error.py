@@ -167,6 +167,7 @@ LOOP: dict[str, tuple[Format, str]] = {
     "Lin4-NZ, EDEN": (Format(False, 4, "lin4-nz", scaling="eden", block_size=128), ".659 | .280 | .653 | .259"),
     "affine v, 2048": (dataclasses.replace(AFFINE, signed=False), "112 | 48 | 69 | 26"),
     "affine v, 256": (dataclasses.replace(AFFINE, signed=False, block_size=256), "26 | .48 | 13.9 | .36"),
+    "affine sqrt v, 2048": (dataclasses.replace(AFFINE, signed=False, coordinate="sqrt", rounding="coordinate"), "1.17 | .291 | .92 | .286"),
     "affine sqrt v, 256": (dataclasses.replace(AFFINE, signed=False, coordinate="sqrt", rounding="coordinate", block_size=256), ".262 | .060 | .200 | .025"),
     "affine log v, 2048": (_log8("log", "coordinate", 2048), ".078 | .064 | .034 | .025"),
     "affine log v, 256": (_log8("log", "coordinate", 256), ".069 | .042 | .028 | .014"),

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from qcompile.exc import UnsupportedTorchError
 
-copy_all = torch._foreach_copy_
+copy_all, add_all = torch._foreach_copy_, torch._foreach_add_
 
 # module, attribute path
 NEEDED = (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from qcompile._compat import copy_all
+from qcompile._compat import add_all, copy_all
 from qcompile.runtime.codecs import finish_scales, in_parts
 from qcompile.runtime.formats import Format
 from qcompile.runtime.layout import flat, like
@@ -113,8 +113,11 @@ class UpdateClass:
 
     def run(self, args: Sequence[Any]) -> None:
         """Update every region. `args` are the arguments of the compiled graph."""
+        stores: list[Tensor] = []
         for region, static, numbers in zip(self.regions, self._static, self._numbers(args), strict=True):
-            self._run_region(region, static, numbers, args)
+            stores += self._run_region(region, static, numbers, args)
+        if stores:
+            add_all(stores, 1)
         increment_version([_tensor(r.operands[i], args) for r in self.regions for i in self._written_dense])
 
     def _numbers(self, args: Sequence[Any]) -> list[tuple[Tensor, ...]]:
@@ -130,7 +133,10 @@ class UpdateClass:
         ready = [r.to(self.device).expand(count).unbind() for r in results[: layout.scalar_count]]
         return list(zip(*ready, strict=True))
 
-    def _run_region(self, region: Region, static: _Static, numbers: tuple[Tensor, ...], args: Sequence[Any]) -> None:
+    def _run_region(
+        self, region: Region, static: _Static, numbers: tuple[Tensor, ...], args: Sequence[Any]
+    ) -> list[Tensor]:
+        """Update one region; gives what counts its stores, to be advanced."""
         views, copies = [], []
         for i, (view, source) in enumerate(zip(static, region.operands, strict=True)):
             fmt = self.layout.storage[i]
@@ -148,10 +154,9 @@ class UpdateClass:
         self._run_blocks(views, numbers)
         if self.dense is not None and views[0].tail.numel():
             self.dense.call([*(view.tail for view in views), *numbers])
-        for i in self._counted:
-            views[i].numbers[1].add_(1)
         for tensor, own in copies:
             tensor.copy_(own)
+        return [views[i].numbers[1] for i in self._counted]
 
     def _run_blocks(self, views: list[_Views], numbers: tuple[Tensor, ...]) -> None:
         if self.quantized is None:

@@ -15,6 +15,9 @@ import pytest
 CHECKOUT = str(Path(__file__).resolve().parent.parent)
 sys.path[:] = [p for p in sys.path if os.path.abspath(p or os.getcwd()) != CHECKOUT]
 
+# Two workers share two cores: threads that wait must sleep, not spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():

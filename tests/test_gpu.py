@@ -16,10 +16,10 @@ pytestmark = [
 ]
 
 
-def run(device: str, params, train, **flags):
+def run(device: str, params, train, recipe: str = "8bit", **flags):
     ours = [torch.nn.Parameter(p.detach().to(device)) for p in params((256, 512), (40, 103), (17,))]
     optimizer = torch.optim.AdamW(ours, lr=1e-3, **flags)
-    step = torch.compile(optimizer.step, backend="qstate")
+    step = torch.compile(optimizer.step, backend="qstate", options={"recipe": recipe})
     for t in range(4):
         for i, p in enumerate(ours):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * t + i)).to(device)
@@ -28,18 +28,23 @@ def run(device: str, params, train, **flags):
 
 
 @pytest.mark.parametrize("flags", [{}, {"fused": True}, {"foreach": True}], ids=["default", "fused", "foreach"])
-def test_equals_the_cpu(params, train, flags) -> None:
-    gpu, optimizer = run("cuda", params, train, **flags)
-    cpu, reference = run("cpu", params, train)
+@pytest.mark.parametrize("recipe", ["8bit", "4bit", "zip-sr", "ze-eden", "dettmers-8bit"])
+def test_equals_the_cpu(params, train, recipe, flags) -> None:
+    gpu, optimizer = run("cuda", params, train, recipe, **flags)
+    cpu, reference = run("cpu", params, train, recipe)
     for a, b in zip(gpu, cpu, strict=True):
-        torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=5e-4)
+        # where an element fell on the other side of a border, its update differs: rarely, and by less than itself
+        apart = (a.cpu() - b).abs()
+        assert (apart > 1e-5).float().mean() < 1e-3
+        assert apart.max() <= 4e-3
     for a, b in zip(gpu[:2], cpu[:2], strict=True):
         for key in ("exp_avg", "exp_avg_sq"):
             x, y = optimizer.state[a][key], reference.state[b][key]
             assert isinstance(x, QuantizedState)
             assert x.codes.is_cuda
-            assert (x.codes.cpu().int() - y.codes.int()).abs().max() <= 1
             assert (x.codes.cpu() != y.codes).float().mean() < 1e-3
+            if x.counter is not None:
+                assert torch.equal(x.counter.cpu(), y.counter)
 
 
 def test_one_kernel_per_class_that_touches_everything_once(params, train) -> None:
@@ -50,7 +55,7 @@ def test_one_kernel_per_class_that_touches_everything_once(params, train) -> Non
     assert kernel.source.count("async_compile.triton(") == 1
     blocks = list(re.findall(r"tl\.load\((\w+) \+ \(r0", kernel.source))
     assert len(blocks) == len(set(blocks)) == 4
-    assert len(re.findall(r"tl\.store\(", kernel.source)) == 5
+    assert len(re.findall(r"tl\.store\(", kernel.source)) == 6, "parameter, two codes, one scale and two ends"
 
 
 def test_state_takes_a_quarter_on_the_device() -> None:
