@@ -286,8 +286,11 @@ def fit(steps: int) -> None:
 
 
 def plot(path: str, found: dict[float, dict[str, dict[str, float]]]) -> None:
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        print("no figure: it needs matplotlib, pip install -e '.[examples]'")
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
