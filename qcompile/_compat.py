@@ -169,6 +169,11 @@ def whole_step_tracing() -> contextlib.AbstractContextManager[None]:
 # -- Dynamo's graph ------------------------------------------------------------------------------------------------
 
 
+def is_graph(module: object) -> bool:
+    """Whether a module is a traced graph, which holds parameters under names of its own."""
+    return issubclass(type(module), fx.GraphModule) or type(module).__module__.startswith("torch._dynamo")
+
+
 def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
@@ -314,9 +319,8 @@ def _outer_loop_fusion_without_key_error() -> Iterator[None]:
 def _decoded_where_used() -> Iterator[None]:
     """Compute what is one number per block, or is decoded from codes, where it is used.
 
-    Inductor stores a value that takes many operations (`StorageBox.has_exceeded_max_reads`), or is used twice and has a
-    logarithm in it (`should_realize_on_reuse`). Of one number per row that makes a loop over rows alone, which stands
-    between two loops over elements and keeps them apart; of decoded state it makes a pass of its own over memory.
+    Inductor stores what takes many operations, or is used twice and has a logarithm in it. Of one number per row that makes
+    a loop over rows alone, which keeps two loops over elements apart; of decoded state it makes a pass over memory.
     """
     from torch._inductor.ir import Pointwise, StorageBox
     from torch._inductor.virtualized import V

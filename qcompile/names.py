@@ -10,7 +10,9 @@ import gc
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+
+from qcompile._compat import is_graph
 
 WRAPPERS = ("_orig_mod.", "module.")
 
@@ -35,8 +37,7 @@ def named(params: Iterable[Tensor]) -> dict[int, Named]:
     params = list(params)
     found = {id(p): Named(str(i), None, False) for i, p in enumerate(params)}
     sizes = dict.fromkeys(found, 0)
-    # a traced graph is a module too, and holds parameters under names of its own
-    for module in [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and not isinstance(m, fx.GraphModule)]:
+    for module in [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and not is_graph(m)]:
         own = [(name, id(p)) for name, p in module.named_parameters(remove_duplicate=False) if id(p) in found]
         count = len({key for _, key in own})
         if not any(count > sizes[key] for _, key in own):
