@@ -329,10 +329,8 @@ def _decoded_where_used() -> Iterator[None]:
 
     def is_small(name: str) -> bool:
         buffer = V.graph.graph_inputs.get(name) or V.graph.try_get_buffer(name)
-        if buffer is None:
-            return False
-        size = list(buffer.get_size())
-        return buffer.get_dtype().itemsize == 1 or not size or size[-1] == 1
+        size = [] if buffer is None else list(buffer.get_size())
+        return buffer is not None and (buffer.get_dtype().itemsize == 1 or not size or size[-1] == 1)
 
     def is_cheap(box: Any) -> bool:
         data = box.data
