@@ -119,12 +119,12 @@ def run(update: QuantizedUpdate, storage: Storage, rows: int, block_size: int, k
     return start
 
 
-def agree(found: Twin, expected: Twin) -> None:
-    """Codes equal; everything else, and what it decodes to, to 1e-6: the rounding of other instructions."""
+def agree(found: Twin, expected: Twin, ties: int = 0) -> None:
+    """Codes equal; everything else to 1e-6, the rounding of other instructions, which can also decide a tie."""
     torch.testing.assert_close(found.p, expected.p, rtol=1e-6, atol=1e-6)
     for a, b in ((found.v, expected.v), (found.m, expected.m)):
         differ = (a.codes.view(torch.uint8) != b.codes.view(torch.uint8)).sum().item()
-        assert differ <= a.codes.numel() * 2e-4, f"{differ} codes differ: more than ties can explain"
+        assert differ <= ties, f"{differ} of {a.codes.numel()} codes differ"
         torch.testing.assert_close(a.scale.float(), b.scale.float(), rtol=2e-6, atol=0)
         assert a.counter is None or torch.equal(a.counter, b.counter)
 
@@ -208,4 +208,4 @@ def test_one_kernel_serves_every_number_of_rows(rows: int) -> None:
     """1,000 and more blocks are several launches: random bits go on where the last one stopped."""
     expected = Twin(EIGHT_BIT, rows, 256)
     expected.step()
-    agree(run(built(EIGHT_BIT), EIGHT_BIT, rows, 256), expected)
+    agree(run(built(EIGHT_BIT), EIGHT_BIT, rows, 256), expected, ties=rows // 500)
