@@ -209,4 +209,4 @@ def quantize_new_state(optimizer: Optimizer, param: Tensor, wanted: Choices) -> 
         fmt = new_state_format(param, key, wanted) if fits else None
         if fmt is not None and value.numel() >= max(wanted.options.min_numel, fmt.block_size):
             quantize = QuantizedState.quantize if value.any() else QuantizedState.zeros_like
-            buffers[key] = quantize(value, fmt, buffer_key(optimizer, param, key, wanted.options.seed))
+            buffers[key] = quantize(value, fmt, buffer_key(optimizer, param, key, wanted.options.seed, fmt))

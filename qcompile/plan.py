@@ -113,15 +113,20 @@ def _apply(plan: StatePlan, group: ClassSummary | None, seen: set[int], seed: in
     if group is not None:
         record.classes[key] = group
     buffers = optimizer.state[param]
-    random_key = buffer_key(optimizer, param, plan.key, seed)
-    partner = buffers[plan.format.partner] if plan.format is not None and plan.format.partner is not None else None
+    fmt, old, order = plan.format, buffers[plan.key], row_order(param)
+    random_key = 0 if fmt is None else buffer_key(optimizer, param, plan.key, seed, fmt)
+    partner = buffers[fmt.partner] if fmt is not None and fmt.partner is not None else None
     with torch.no_grad():
-        old, order = buffers[plan.key], row_order(param)
-        buffers[plan.key] = converted(old, plan.format, order, random_key, _stores(buffers), partner)
+        buffers[plan.key] = converted(old, fmt, order, random_key, _stores(buffers), partner)
 
 
-def buffer_key(optimizer: Optimizer, param: Tensor, key: str, seed: int) -> int:
-    """The key of a buffer's random bits: from the seed, the parameter's place in its optimizer and the buffer's name."""
+def buffer_key(optimizer: Optimizer, param: Tensor, key: str, seed: int, fmt: Format) -> int:
+    """The key of a buffer's random bits: from the seed, the parameter's place in its optimizer and the buffer's name.
+
+    0 for a format that draws none: the place is a search through all parameters.
+    """
+    if not fmt.random:
+        return 0
     places = (i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]) if p is param)
     return key_of(seed, f"{next(places, -1)}.{key}")
 

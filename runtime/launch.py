@@ -103,13 +103,10 @@ class UpdateClass:
         self.quantized, self.dense = quantized, dense
         self.parts = 1 if quantized is None else quantized.parts
         self._static = [_static_views(region, layout, self.parts) for region in self.regions]
-        written = zip(layout.written, layout.storage, strict=True)
-        self._written_dense = [i for i, (is_written, fmt) in enumerate(written) if is_written and fmt is None]
-        formats = list(zip(layout.written, layout.storage, strict=True))
-        self._random = any(fmt is not None and fmt.random for _, fmt in formats)
-        self._counted = [
-            i for i, (is_written, fmt) in enumerate(formats) if is_written and fmt is not None and fmt.random
-        ]
+        written = [i for i, is_written in enumerate(layout.written) if is_written]
+        random = {i for i, fmt in enumerate(layout.storage) if fmt is not None and fmt.random}
+        self._written_dense = [i for i in written if layout.storage[i] is None]
+        self._random, self._counted = bool(random), [i for i in written if i in random]
 
     def run(self, args: Sequence[Any]) -> None:
         """Update every region. `args` are the arguments of the compiled graph."""
