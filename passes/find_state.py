@@ -7,23 +7,86 @@ never by name: Dynamo's names are positional, and `exp_avg` may not occur in the
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+# How many containers deep a tensor may lie in the state of a parameter, or in an attribute of the optimizer.
+DEPTH = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a state buffer lives: `optimizer.state[param][key]`."""
+    """Where a state buffer lives.
+
+    Attributes:
+        optimizer: whose state it is.
+        owner: the parameter it belongs to, or None where it belongs to the optimizer as a whole.
+        path: keys that lead to it from `optimizer.state[parameter]`, or from the optimizer's attributes.
+        others: other places that hold the same tensor.
+    """
 
     optimizer: weakref.ref[Optimizer]
-    param: Tensor
-    key: str
+    owner: weakref.ref[Tensor] | None
+    path: tuple[Hashable, ...]
+    others: tuple[Slot, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The path as text: `exp_avg`, `Q.0`."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def param(self) -> Tensor | None:
+        return None if self.owner is None else self.owner()
+
+    @property
+    def place(self) -> tuple[int, tuple[Hashable, ...]]:
+        """What tells it from all other state of its optimizer."""
+        return id(self.param) if self.owner is not None else 0, self.path
+
+    def get(self) -> Any:
+        """What is there now; None where the optimizer is gone or has dropped it."""
+        value = self._root()
+        try:
+            for key in self.path:
+                value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+        return value
+
+    def set(self, tensor: Tensor) -> None:
+        """Put another tensor there, and wherever else the old one was."""
+        _put(self._root(), self.path, tensor)
+        for other in self.others:
+            _put(other._root(), other.path, tensor)
+
+    def _root(self) -> Any:
+        optimizer, param = self.optimizer(), self.param
+        if optimizer is None or (self.owner is not None and param is None):
+            return None
+        return vars(optimizer) if param is None else optimizer.state.get(param)
+
+
+def _put(holder: Any, path: tuple[Hashable, ...], value: Any) -> Any:
+    """Put a value at the end of a path; gives the holder, or the tuple that takes its place."""
+    if not path:
+        return value
+    new = _put(holder[path[0]], path[1:], value)
+    if isinstance(holder, tuple):
+        items = [*holder]
+        items[path[0]] = new  # type: ignore[call-overload]
+        return type(holder)(*items) if hasattr(holder, "_fields") else tuple(items)
+    if new is not holder[path[0]]:
+        holder[path[0]] = new
+    return holder
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +129,43 @@ def find_state(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Inputs:
     slots: dict[int, Slot] = {}
     params: set[int] = set()
     for optimizer in live_optimizers():
-        reference = weakref.ref(optimizer)
         params.update(id(p) for group in optimizer.param_groups for p in group["params"])
-        for param, buffers in optimizer.state.items():
-            if isinstance(param, Tensor) and isinstance(buffers, dict):
-                slots.update({id(b): Slot(reference, param, k) for k, b in buffers.items() if isinstance(b, Tensor)})
+        slots.update(state_of(optimizer))
     return Inputs(
         tensors,
         frozenset(n for n, t in tensors.items() if id(t) in params),
         {n: slots[id(t)] for n, t in tensors.items() if id(t) in slots and is_state_buffer(t)},
         {n: slots[id(t)] for n, t in tensors.items() if id(t) in slots and t.dim() == 0},
     )
+
+
+def state_of(optimizer: Optimizer, of: Iterable[Tensor] | None = None) -> dict[int, Slot]:
+    """Where every tensor of an optimizer's state lives, by id: that of parameters first, then what the optimizer itself holds.
+
+    `of` asks for the state of some parameters alone.
+    """
+    reference = weakref.ref(optimizer)
+    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found: dict[int, list[Slot]] = {}
+    for param in list(optimizer.state) if of is None else of:
+        if isinstance(param, Tensor):
+            for path, tensor in _tensors_in(optimizer.state.get(param), (), DEPTH):
+                found.setdefault(id(tensor), []).append(Slot(reference, weakref.ref(param), path))
+    for name, value in vars(optimizer).items() if of is None else ():
+        items = {k: v for k, v in value.items() if not isinstance(k, Tensor)} if name == "state" else value
+        for path, tensor in _tensors_in(items, (name,), DEPTH):
+            if id(tensor) not in params and not tensor.requires_grad:
+                found.setdefault(id(tensor), []).append(Slot(reference, None, path))
+    return {key: dataclasses.replace(first, others=tuple(others)) for key, (first, *others) in found.items()}
+
+
+def _tensors_in(value: Any, path: tuple[Hashable, ...], depth: int) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif depth and isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(item, Tensor | dict | list | tuple) and not isinstance(key, Tensor) and key != "params":
+                yield from _tensors_in(item, (*path, key), depth - 1)
 
 
 def is_state_buffer(value: object) -> bool:

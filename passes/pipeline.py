@@ -113,7 +113,8 @@ def compile_updates(
     thread_writes(gm)
     inputs = find_state(gm, example_inputs)
     outline = outline_updates(gm, inputs)
-    wanted = Choices.of(options, {id(slot.param): slot.param for slot in inputs.state.values()}.values())
+    owners = {id(p): p for slot in inputs.state.values() if (p := slot.param) is not None}
+    wanted = Choices.of(options, owners.values())
     wanted.require_matches(_states(inputs))
     refused = {node: refuse_state(node, inputs, reason, wanted) for node, reason in outline.refused.items()}
     planned: list[PlannedRegion] = []

@@ -10,15 +10,15 @@ over the blocks of all of them at once.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from qcompile.exc import FormatMismatchError
 from qcompile.options import Choices
-from qcompile.passes.find_state import Inputs
+from qcompile.passes.find_state import Inputs, Slot
 from qcompile.passes.functionalize import UpdateProgram
 from qcompile.passes.infer_preconditioner import Preconditioner
 from qcompile.passes.outline_updates import Region
@@ -32,20 +32,20 @@ class StatePlan:
     """The decision for one state buffer.
 
     Attributes:
-        optimizer, param, key: the buffer is `optimizer.state[param][key]`.
+        slot: where the buffer lives.
         non_negative: whether the state was proved to stay non-negative, and is so now.
         format: how it is stored; None means dense.
         reason: why it stays dense; None when it is quantized.
         by_choice: whether the user asked for dense (recipe, `min_numel`, override), so that `strict` does not object.
+        partner: the second moment that a first moment in update space is stored relative to.
     """
 
-    optimizer: weakref.ref[Optimizer]
-    param: weakref.ref[Tensor]
-    key: str
+    slot: Slot
     non_negative: bool
     format: Format | None
     reason: str | None
     by_choice: bool = False
+    partner: Slot | None = None
 
 
 @dataclass(slots=True)
@@ -59,6 +59,7 @@ class _Choice:
     format: Format | None
     reason: str | None = None
     by_choice: bool = False
+    partner: Slot | None = None
 
 
 def plan_storage(
@@ -114,11 +115,24 @@ def has_negative(tensor: Tensor) -> bool:
     return bool((tensor < 0).any())
 
 
-def new_state_format(param: Tensor, key: str, wanted: Choices) -> Format | None:
-    """How state is stored about which nothing is known yet: signed, until the graph says more."""
-    given = wanted.recipe_for(param, key)
+def new_state_format(slot: Slot, state: Tensor, wanted: Choices) -> Format | None:
+    """How state is stored about which only its values are known yet, until the graph says more.
+
+    What the first step left all non-negative is stored so that nothing > 0 becomes 0: it may be about to divide.
+    """
+    given = wanted.recipe_for(slot.param, slot.key)
     recipe = wanted.options.chosen if isinstance(given, Format) else given
-    return None if recipe.signed is None else _sized(recipe.signed, param, recipe, wanted)
+    fmt = recipe.second if bool(state.any()) and not has_negative(state) else recipe.signed
+    return None if fmt is None else _sized(fmt, state, recipe, wanted)
+
+
+def is_copy(state: Tensor, param: Tensor) -> bool:
+    """Whether a state is nearly the parameter itself: an average of it, or where it was some steps ago."""
+    if isinstance(state, QuantizedState) or state.shape != param.shape or not state.is_floating_point():
+        return False
+    own, other = state.detach().float(), param.detach().float()
+    norm = torch.linalg.vector_norm(other)
+    return bool(norm > 0) and bool(torch.linalg.vector_norm(own - other) < 0.1 * norm)
 
 
 def _choose(choice: _Choice, kind: str, inputs: Inputs, wanted: Choices) -> None:
@@ -130,7 +144,7 @@ def _choose(choice: _Choice, kind: str, inputs: Inputs, wanted: Choices) -> None
         if not fmt.signed and not choice.non_negative:
             raise FormatMismatchError(slot.key, tuple(choice.tensor.shape), str(fmt), "it may be negative")
     elif (of_recipe := getattr(given, kind)) is not None:
-        fmt = _sized(of_recipe, slot.param, given, wanted)
+        fmt = _sized(of_recipe, choice.tensor, given, wanted)
         start = wanted.late_start(slot.param) if given.late and kind != "second" else None
         if start is not None:
             fmt = dataclasses.replace(fmt, rounding="stochastic", late=start)
@@ -143,11 +157,11 @@ def _choose(choice: _Choice, kind: str, inputs: Inputs, wanted: Choices) -> None
     choice.format = None if choice.reason else fmt
 
 
-def _sized(fmt: Format, param: Tensor, recipe: Recipe, wanted: Choices) -> Format:
+def _sized(fmt: Format, state: Tensor, recipe: Recipe, wanted: Choices) -> Format:
     block_size = wanted.options.block_size or fmt.block_size
-    if recipe.rows and param.dim() > 1 and param.numel():
-        outermost = max(range(param.dim()), key=lambda d: (param.stride(d), param.shape[d]))
-        block_size = row_block_size(param.numel() // param.shape[outermost], block_size)
+    if recipe.rows and state.dim() > 1 and state.numel():
+        outermost = max(range(state.dim()), key=lambda d: (state.stride(d), state.shape[d]))
+        block_size = row_block_size(state.numel() // state.shape[outermost], block_size)
     return dataclasses.replace(fmt, block_size=block_size)
 
 
@@ -170,13 +184,13 @@ def _fitted(i: int, choices: dict[int, _Choice], pairs: dict[int, int], inputs: 
     if fmt.coordinate == "update":
         partner = choices[pairs[i]] if i in pairs else None
         if partner is not None and partner.format is not None:
-            key = inputs.state[partner.node].key
-            return dataclasses.replace(fmt, partner=key, eps=_eps_of(slot.optimizer(), slot.param))
+            choice.partner = inputs.state[partner.node]
+            return dataclasses.replace(fmt, partner=choice.partner.key, eps=_eps_of(slot.optimizer(), slot.param))
         given = wanted.recipe_for(slot.param, slot.key)
         if isinstance(given, Format) or given.signed is None:
             found = "no quantized second moment divides it"
             raise FormatMismatchError(slot.key, tuple(choice.tensor.shape), str(fmt), found)
-        return _sized(given.signed, slot.param, given, wanted)
+        return _sized(given.signed, choice.tensor, given, wanted)
     if fmt.rounding == "preconditioner":
         if i in pairs.values():
             return dataclasses.replace(fmt, eps=_eps_of(slot.optimizer(), slot.param))
@@ -184,7 +198,7 @@ def _fitted(i: int, choices: dict[int, _Choice], pairs: dict[int, int], inputs: 
     return fmt
 
 
-def _eps_of(optimizer: Optimizer | None, param: Tensor) -> float:
+def _eps_of(optimizer: Optimizer | None, param: Tensor | None) -> float:
     for group in optimizer.param_groups if optimizer is not None else ():
         if any(param is p for p in group["params"]) and isinstance(group.get("eps"), float | Tensor):
             return float(group["eps"])
@@ -194,11 +208,10 @@ def _eps_of(optimizer: Optimizer | None, param: Tensor) -> float:
 def _plan(choice: _Choice, inputs: Inputs) -> StatePlan:
     slot = inputs.state[choice.node]
     return StatePlan(
-        slot.optimizer,
-        weakref.ref(slot.param),
-        slot.key,
+        slot,
         choice.non_negative,
         choice.format,
         choice.reason,
         choice.by_choice,
+        choice.partner,
     )

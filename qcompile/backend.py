@@ -99,9 +99,7 @@ def _one_program(
 
 def _state_now(slot: Slot | None, value: Any) -> Any:
     """What a state buffer is after conversion; any other value as it is."""
-    if slot is None or (optimizer := slot.optimizer()) is None:
-        return value
-    return optimizer.state[slot.param][slot.key]
+    return value if slot is None or slot.optimizer() is None else slot.get()
 
 
 class _Rest:
@@ -129,9 +127,8 @@ class _Rest:
     def compile(self, example_inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any] | None:
         """Compile what is left, or None where nothing is. State that went dense is read from where it is now."""
         for node, plan in self.compiled.refused.items():
-            optimizer, param = plan.optimizer(), plan.param()
-            if node.op == "get_attr" and hasattr(self.gm, str(node.target)) and optimizer is not None:
-                setattr(self.gm, str(node.target), optimizer.state[param][plan.key])  # type: ignore[index]
+            if node.op == "get_attr" and hasattr(self.gm, str(node.target)) and plan.slot.optimizer() is not None:
+                setattr(self.gm, str(node.target), plan.slot.get())
         left = [n for n in self.gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
         if not left and not self.outputs:
             return None
@@ -173,9 +170,7 @@ def _region(item: PlannedRegion, compiled: CompiledGraph, rest: _Rest) -> Region
         node = item.region.inputs[index]
         if node in rest.positions:
             return rest.positions[node]
-        if node in inputs.state and (slot := inputs.state[node]).optimizer() is not None:
-            value = slot.optimizer().state[slot.param][slot.key]  # type: ignore[union-attr]
-            assert isinstance(value, Tensor)
+        if node in inputs.state and isinstance(value := inputs.state[node].get(), Tensor):
             return value
         return inputs.tensors[node]
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from qcompile import _compat
 from qcompile.exc import NotQuantizedError
 from qcompile.options import Options
+from qcompile.passes.find_state import state_of
 from qcompile.plan import record_of
 from qcompile.runtime.state import QuantizedState
 
@@ -89,8 +90,7 @@ def _has_sparse_gradient(optimizer: Optimizer) -> bool:
 
 
 def _holds_quantized(optimizer: Optimizer) -> bool:
-    buffers = (b for values in optimizer.state.values() if isinstance(values, dict) for b in values.values())
-    return any(isinstance(b, QuantizedState) for b in buffers)
+    return any(isinstance(slot.get(), QuantizedState) for slot in state_of(optimizer).values())
 
 
 def dense_reason(optimizer: Optimizer) -> str:

@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qcompile.names import named
+from qcompile.passes.find_state import Slot, is_state_buffer, state_of
 from qcompile.plan import ClassSummary, Record, record_of
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel
 from qcompile.runtime.state import QuantizedState
 
 NEVER_COMPILED = "no step of this optimizer was compiled with backend='qstate' yet"
+WHOLE = "(optimizer)"
 NEW = "created or replaced after the last compiled step; the next one plans it"
 
 
@@ -23,8 +25,8 @@ class StateReport:
     """One state buffer.
 
     Attributes:
-        param: name of the parameter in its module, or its position as `group.index`.
-        key: name of the buffer in `optimizer.state[param]`.
+        param: name of the parameter in its module, or its position; `(optimizer)` for state that belongs to no parameter.
+        key: name of the buffer in `optimizer.state[param]`, or the path to it (`Q.0`).
         shape, dtype: what the buffer shows.
         sign: "non-negative" where that was proved, else "signed".
         format: how it is stored, or "dense".
@@ -110,20 +112,19 @@ def explain(*optimizers: Optimizer) -> Report:
     states = []
     for optimizer in optimizers:
         record = record_of(optimizer)
-        for param, buffers in optimizer.state.items():
-            for key, value in buffers.items() if isinstance(buffers, dict) else ():
-                if isinstance(value, Tensor):
-                    states.append(_state(names.get(id(param), "?"), param, key, value, record, classes))
+        for slot in state_of(optimizer).values():
+            value = slot.get()
+            if slot.param is not None or is_state_buffer(value):
+                name = WHOLE if slot.param is None else names.get(id(slot.param), "?")
+                states.append(_state(name, slot, value, record, classes))
     kernels, class_reports = _kernels(classes)
     graphs = sum(record_of(optimizer).graphs for optimizer in optimizers)
     return Report(tuple(states), class_reports, kernels, graphs)
 
 
-def _state(
-    name: str, param: Tensor, key: str, value: Tensor, record: Record, classes: list[ClassSummary]
-) -> StateReport:
-    plan = record.plans.get((id(param), key))
-    group = record.classes.get((id(param), key))
+def _state(name: str, slot: Slot, value: Tensor, record: Record, classes: list[ClassSummary]) -> StateReport:
+    plan = record.plans.get(slot.place)
+    group = record.classes.get(slot.place)
     if group is not None and not any(group is other for other in classes):
         classes.append(group)
     dense_bytes = value.numel() * value.element_size()
@@ -139,7 +140,7 @@ def _state(
             reason = (plan.reason or NEW) if plan is not None else (NEW if record.plans else NEVER_COMPILED)
     return StateReport(
         param=name,
-        key=key,
+        key=slot.key,
         shape=tuple(value.shape),
         dtype=value.dtype,
         sign="non-negative" if plan is not None and plan.non_negative else "signed",

@@ -33,8 +33,8 @@ from qcompile.dense_step import activity, begin_step, end_step, note_eager_step
 from qcompile.exc import NotOneGraphError
 from qcompile.first_step import give_gradients_back, run_apart
 from qcompile.options import Choices, Options
-from qcompile.passes.find_state import is_state_buffer
-from qcompile.passes.plan_storage import new_state_format
+from qcompile.passes.find_state import is_state_buffer, state_of
+from qcompile.passes.plan_storage import is_copy, new_state_format
 from qcompile.plan import buffer_key
 from qcompile.runtime.layout import is_flat
 from qcompile.runtime.state import QuantizedState
@@ -199,14 +199,14 @@ def _lists_of(kind: type[Optimizer]) -> int:
 
 
 def quantize_new_state(optimizer: Optimizer, param: Tensor, wanted: Choices) -> None:
-    """Quantize the state of one parameter, with a sign, as long as nothing is known about it.
+    """Quantize the state of one parameter by what its values are, as long as nothing else is known about it.
 
     The plan, made from the graph, gives it its final format.
     """
-    buffers = optimizer.state.get(param, {})
-    for key, value in buffers.items():
+    for slot in [s for s in state_of(optimizer, [param]).values() if s.param is param]:
+        value = slot.get()
         fits = is_state_buffer(value) and value.is_floating_point() and value.shape == param.shape and is_flat(value)
-        fmt = new_state_format(param, key, wanted) if fits else None
+        fmt = new_state_format(slot, value, wanted) if fits and not is_copy(value, param) else None
         if fmt is not None and value.numel() >= max(wanted.options.min_numel, fmt.block_size):
             quantize = QuantizedState.quantize if value.any() else QuantizedState.zeros_like
-            buffers[key] = quantize(value, fmt, buffer_key(optimizer, param, key, wanted.options.seed, fmt))
+            slot.set(quantize(value, fmt, buffer_key(slot, wanted.options.seed, fmt)))

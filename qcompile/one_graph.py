@@ -23,7 +23,7 @@ from qcompile._compat import as_plain_inputs, tree_map
 from qcompile.first_step import undecorated
 from qcompile.hooks import create_state, own_hooks, restore_flags, set_flags
 from qcompile.options import Options
-from qcompile.passes.find_state import TWIN_MARK
+from qcompile.passes.find_state import TWIN_MARK, state_of
 
 # How deep to look for optimizers: through containers, attributes and the functions that a step calls.
 DEPTH = 4
@@ -101,8 +101,8 @@ def as_plain_objects(optimizers: list[Optimizer]) -> Iterator[None]:
     """Let the optimizers be of their twin classes, with the flags of the per-tensor implementation, in this context."""
     changed: list[tuple[Any, type, Any]] = []
     params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
-    buffers = [b for o in optimizers for s in o.state.values() if isinstance(s, dict) for b in s.values()]
-    with as_plain_inputs([t for t in [*params, *buffers] if isinstance(t, Tensor)]):
+    state = [slot.get() for o in optimizers for slot in state_of(o).values()]
+    with as_plain_inputs([t for t in [*params, *state] if isinstance(t, Tensor)]):
         try:
             for optimizer in optimizers:
                 set_flags(optimizer, capturable=True)

@@ -94,19 +94,21 @@ class Choices:
         late = options.chosen.late and options.train_steps is not None
         return cls(options, named(params) if options.overrides or late else {})
 
-    def recipe_for(self, param: Tensor, key: str) -> Recipe | Format:
+    def recipe_for(self, param: Tensor | None, key: str) -> Recipe | Format:
         """The recipe or the very format that `optimizer.state[param][key]` gets."""
         chosen: Recipe | Format = self.options.chosen
         for override in self.options.overrides:
             known = self.named.get(id(param))
-            if known and fnmatch.fnmatchcase(key, override.state) and selects(override.params, known, param):
+            if param is None or known is None or not fnmatch.fnmatchcase(key, override.state):
+                continue
+            if selects(override.params, known, param):
                 chosen = override.format if isinstance(override.format, Format) else RECIPES[override.format]
         return chosen
 
-    def late_start(self, param: Tensor) -> int | None:
+    def late_start(self, param: Tensor | None) -> int | None:
         """From which store on the parameter's first moment is rounded stochastically, if it is to be."""
         steps, known = self.options.train_steps, self.named.get(id(param))
-        if steps is None or known is None or not selects(self.options.late_params, known, param):
+        if param is None or steps is None or known is None or not selects(self.options.late_params, known, param):
             return None
         return round(0.9 * steps)
 

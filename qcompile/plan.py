@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ from qcompile.passes.pipeline import CompiledGraph
 from qcompile.passes.plan_storage import StatePlan
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel
-from qcompile.runtime.layout import like, row_order, same_order
+from qcompile.runtime.layout import like, order_of, same_order
 from qcompile.runtime.rounding import key_of
 from qcompile.runtime.state import QuantizedState
 
@@ -29,19 +30,22 @@ class ClassSummary:
     dense: Kernel | None
 
 
+Place = tuple[int, tuple[Hashable, ...]]
+
+
 @dataclass(slots=True)
 class Record:
     """Everything known about one optimizer.
 
     Attributes:
-        plans: the newest decision per (id of parameter, key).
+        plans: the newest decision per `Slot.place`.
         classes: the class of each planned buffer, by the same key.
         graphs: how many update graphs were compiled.
         dense_reason: why the whole step ran dense, if it did.
     """
 
-    plans: dict[tuple[int, str], StatePlan] = field(default_factory=dict)
-    classes: dict[tuple[int, str], ClassSummary] = field(default_factory=dict)
+    plans: dict[Place, StatePlan] = field(default_factory=dict)
+    classes: dict[Place, ClassSummary] = field(default_factory=dict)
     graphs: int = 0
     dense_reason: str | None = None
 
@@ -61,9 +65,9 @@ def refusals(compiled: CompiledGraph) -> list[str]:
     found = []
     for plan in plans:
         if plan.reason is not None and not plan.by_choice:
-            param = plan.param()
-            shape = tuple(param.shape) if param is not None else ()
-            found.append(f"state {plan.key!r} of a parameter of shape {shape}: {plan.reason}")
+            param = plan.slot.param
+            of = "the optimizer" if param is None else f"a parameter of shape {tuple(param.shape)}"
+            found.append(f"state {plan.slot.key!r} of {of}: {plan.reason}")
     return found
 
 
@@ -88,8 +92,7 @@ def apply_plans(compiled: CompiledGraph, seed: int) -> bool:
 
 def _traced(slot: Slot) -> object:
     """What Dynamo's guards know of a state: its type, and shape, strides and dtype of what it holds."""
-    optimizer = slot.optimizer()
-    value = None if optimizer is None else optimizer.state[slot.param][slot.key]
+    value = slot.get()
     if not isinstance(value, QuantizedState):
         return type(value)
     return [(t.shape, t.stride(), t.dtype) for t in value.stored]
@@ -100,10 +103,11 @@ def _is_relative(plan: StatePlan) -> bool:
 
 
 def _apply(plan: StatePlan, group: ClassSummary | None, seen: set[int], seed: int) -> None:
-    optimizer, param = plan.optimizer(), plan.param()
-    if optimizer is None or param is None:
+    optimizer, slot, fmt = plan.slot.optimizer(), plan.slot, plan.format
+    old = slot.get()
+    if optimizer is None or not isinstance(old, Tensor):
         return
-    record, key = record_of(optimizer), (id(param), plan.key)
+    record, key = record_of(optimizer), slot.place
     if id(optimizer) not in seen:
         seen.add(id(optimizer))
         record.graphs += 1
@@ -112,28 +116,30 @@ def _apply(plan: StatePlan, group: ClassSummary | None, seen: set[int], seed: in
     record.classes.pop(key, None)
     if group is not None:
         record.classes[key] = group
-    buffers = optimizer.state[param]
-    fmt, old, order = plan.format, buffers[plan.key], row_order(param)
-    random_key = 0 if fmt is None else buffer_key(optimizer, param, plan.key, seed, fmt)
-    partner = buffers[fmt.partner] if fmt is not None and fmt.partner is not None else None
+    random_key = 0 if fmt is None else buffer_key(slot, seed, fmt)
+    partner = None if plan.partner is None else plan.partner.get()
     with torch.no_grad():
-        buffers[plan.key] = converted(old, fmt, order, random_key, _stores(buffers), partner)
+        new = converted(old, fmt, order_of(old, slot.param), random_key, _stores(slot), partner)
+    if new is not old:
+        slot.set(new)
 
 
-def buffer_key(optimizer: Optimizer, param: Tensor, key: str, seed: int, fmt: Format) -> int:
+def buffer_key(slot: Slot, seed: int, fmt: Format) -> int:
     """The key of a buffer's random bits: from the seed, the parameter's place in its optimizer and the buffer's name.
 
     0 for a format that draws none: the place is a search through all parameters.
     """
     if not fmt.random:
         return 0
-    places = (i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]) if p is param)
-    return key_of(seed, f"{next(places, -1)}.{key}")
+    optimizer, param = slot.optimizer(), slot.param
+    groups = [] if optimizer is None else optimizer.param_groups
+    places = (i for i, p in enumerate(p for g in groups for p in g["params"]) if p is param)
+    return key_of(seed, f"{next(places, -1)}.{slot.key}")
 
 
-def _stores(buffers: Mapping[str, object]) -> int:
+def _stores(slot: Slot) -> int:
     """How often the optimizer has stored its state, as far as it counts its steps."""
-    step = buffers.get("step", 0)
+    step = 0 if slot.param is None else dataclasses.replace(slot, path=("step",)).get()
     return int(step) if isinstance(step, int | float | Tensor) else 0
 
 

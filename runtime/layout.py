@@ -35,6 +35,11 @@ def row_order(model: Tensor) -> Tensor:
     return shadow if is_flat(model) else torch.empty_like(shadow, memory_format=torch.contiguous_format)
 
 
+def order_of(state: Tensor, param: Tensor | None) -> Tensor:
+    """`row_order` of what a state is updated with: its parameter, or the state itself where that has another shape."""
+    return row_order(param if param is not None and param.shape == state.shape else state)
+
+
 def same_order(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape visit their elements in the same storage order."""
     return all(s == t or n == 1 for s, t, n in zip(a.stride(), b.stride(), a.shape, strict=True))

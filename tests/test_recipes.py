@@ -117,7 +117,7 @@ def formats(capture: Any, analyse: Any) -> Callable[..., dict[tuple[int, str], A
         compiled = analyse(*capture(optimizer.step), min_numel=64, block_size=32, **options)
         plans = [plan for group in compiled.classes for item in group.regions for plan in item.plans.values()]
         where = {id(p): i for i, p in enumerate(params)}
-        return {(where[id(plan.param())], plan.key): plan.format for plan in plans}
+        return {(where[id(plan.slot.param)], plan.slot.key): plan.format for plan in plans}
 
     return find
 

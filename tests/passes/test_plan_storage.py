@@ -34,7 +34,7 @@ def plans(capture, analyse, optimizer, **options):
     found = [plan for group in compiled.classes for item in group.regions for plan in item.plans.values()]
     found += compiled.refused.values()
     where = {id(p): i for i, p in enumerate(params)}
-    return {(where[id(plan.param())], plan.key): plan for plan in found}
+    return {(where[id(plan.slot.param)], plan.slot.key): plan for plan in found}
 
 
 def test_formats_follow_the_part_that_a_state_plays(capture, analyse, params) -> None:
