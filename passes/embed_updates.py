@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from qcompile._compat import example_of, inner_source
+from qcompile._compat import example_of, hold_parts, inner_source
+from qcompile.passes.find_state import Slot
 from qcompile.passes.pipeline import CompiledClass, CompiledGraph, PlannedRegion
-from qcompile.passes.thread_writes import is_scalar
+from qcompile.passes.split_updates import as_tensor, erase_regions
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Region, Source, UpdateClass
-from qcompile.runtime.layout import row_order
 from qcompile.runtime.region_op import register
 from qcompile.runtime.state import parts_of
 
@@ -49,19 +49,30 @@ def embed_updates(compiled: CompiledGraph) -> Embedded:
         for operand, fmt in zip(item.program.operands, item.storage, strict=True)
         if fmt is not None
     }
-    parts = {node: _split_input(graph, node, quantized[node]) for node in original if node in quantized}
+    parts = {node: _split_input(gm, node, fmt, inputs.state[node]) for node, fmt in quantized.items()}
+    items = [(group, item) for group in compiled.classes for item in group.regions]
     order = {n: i for i, n in enumerate(graph.nodes)}
-    numbers = []
-    for group in compiled.classes:
-        for item in group.regions:
-            numbers.append(_embed(graph, group, item, compiled, parts, order))
-    erase_regions(graph, {n for c in compiled.classes for item in c.regions for n in item.region.nodes})
+    results: dict[fx.Node, fx.Node] = {}
+    anchors = []
+    for _, item in items:
+        with graph.inserting_after(max(item.region.nodes, key=order.__getitem__)):
+            anchors.append(graph.call_function(torch.ops.qcompile.update.default, ()))
+        with graph.inserting_before(anchors[-1]):
+            results.update({node: _empty_like(graph, node) for node in item.region.outputs})
+    embed = _Embed(compiled, parts, results)
+    numbers = [embed.region(group, item, anchor) for (group, item), anchor in zip(items, anchors, strict=True)]
+    owned = {n for _, item in items for n in item.region.nodes}
+    for node, result in results.items():
+        for user in [u for u in node.users if u not in owned]:
+            user.replace_input_with(node, result)
+    erase_regions(graph, owned)
     for node in parts:
         graph.erase_node(node)
     where = {
         part: (original[n], name)
         for n, held in parts.items()
         for part, name in zip(held, parts_of(quantized[n]), strict=True)
+        if n in original
     }
     arguments = (where.get(n) or (original[n], None) for n in graph.nodes if n.op == "placeholder")
     graph.lint()
@@ -69,77 +80,67 @@ def embed_updates(compiled: CompiledGraph) -> Embedded:
     return Embedded(tuple(arguments), tuple(numbers))
 
 
-def _split_input(graph: fx.Graph, node: fx.Node, fmt: Format) -> tuple[fx.Node, ...]:
+def _split_input(gm: fx.GraphModule, node: fx.Node, fmt: Format, slot: Slot) -> tuple[fx.Node, ...]:
     names = parts_of(fmt)
-    with graph.inserting_before(node):
-        held = tuple(graph.placeholder(f"{node.name}_{name}") for name in names)
-    for part, name in zip(held, names, strict=True):
-        inner_source(node, part, name)
+    with gm.graph.inserting_before(node):
+        if node.op == "placeholder":
+            held = tuple(gm.graph.placeholder(f"{node.name}_{name}") for name in names)
+            for part, name in zip(held, names, strict=True):
+                inner_source(node, part, name)
+        else:
+            tensors = {f"{node.target}_{name}": getattr(slot.get(), name) for name in names}
+            hold_parts(gm, str(node.target), names, tensors)
+            held = tuple(gm.graph.get_attr(name) for name in tensors)
     return held
 
 
-def _embed(
-    graph: fx.Graph,
-    group: CompiledClass,
-    item: PlannedRegion,
-    compiled: CompiledGraph,
-    parts: dict[fx.Node, tuple[fx.Node, ...]],
-    order: dict[fx.Node, int],
-) -> int:
-    region, program = item.region, item.program
-    written: list[fx.Node] = []
-    read: list[fx.Node] = []
-    places: list[Callable[[int], Source]] = []
-    with graph.inserting_after(max(region.nodes, key=order.__getitem__)):
-        anchor = graph.call_function(torch.ops.qcompile.update.default, ())
-    for operand, fmt in zip(program.operands, item.storage, strict=True):
-        node = region.inputs[operand.index]
-        if fmt is not None:
-            at = len(written)
-            written += parts[node]
-            places.append(functools.partial(_run_of, at, len(parts[node])))
-        else:
-            places.append(_place(node, written if operand.written else read, operand.written))
-    written_numbers = {program.numbers[i] for i in program.written_numbers}
-    for index in program.numbers:
-        node = _as_tensor(graph, region.inputs[index], anchor)
-        places.append(_place(node, written if index in written_numbers else read, index in written_numbers))
-    sources = [place(len(written)) for place in places]
-    count = len(program.operands)
-    param = compiled.inputs.tensors[item.model]
-    bound = Region(tuple(sources[:count]), tuple(sources[count:]), row_order(param))
-    number = register(UpdateClass(group.layout, [bound], group.quantized, group.dense, param.device))
-    anchor.args = (number, written, read)
-    return number
+def _empty_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Memory for a result of a region."""
+    example = example_of(node)
+    kwargs = {"dtype": example.dtype, "device": example.device}
+    return graph.call_function(torch.empty_strided, (tuple(example.shape), tuple(example.stride())), kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Embed:
+    """Fills in the operators: `parts` stand for quantized state, `results` for what regions make."""
+
+    compiled: CompiledGraph
+    parts: dict[fx.Node, tuple[fx.Node, ...]]
+    results: dict[fx.Node, fx.Node]
+
+    def region(self, group: CompiledClass, item: PlannedRegion, anchor: fx.Node) -> int:
+        region, program = item.region, item.program
+        written: list[fx.Node] = []
+        read: list[fx.Node] = []
+        places: list[Callable[[int], Source]] = []
+        tensors = [*(self.results.get(n, n) for n in region.inputs), *(self.results[n] for n in region.outputs)]
+        for operand, fmt in zip(program.operands, item.storage, strict=True):
+            node = tensors[operand.index]
+            if fmt is not None:
+                at = len(written)
+                written += self.parts[node]
+                places.append(functools.partial(_run_of, at, len(self.parts[node])))
+            else:
+                places.append(_place(node, written if operand.written else read, operand.written))
+        written_numbers = {program.numbers[i] for i in program.written_numbers}
+        for index in program.numbers:
+            with anchor.graph.inserting_before(anchor):
+                node = as_tensor(anchor.graph, tensors[index])
+            places.append(_place(node, written if index in written_numbers else read, index in written_numbers))
+        sources = [place(len(written)) for place in places]
+        count = len(program.operands)
+        bound = Region(tuple(sources[:count]), tuple(sources[count:]), item.order)
+        number = register(UpdateClass(group.layout, [bound], group.quantized, group.dense, item.device))
+        anchor.args = (number, written, read)
+        return number
 
 
 def _run_of(at: int, length: int, count: int) -> Source:
     return tuple(range(at, at + length))
 
 
-def _as_tensor(graph: fx.Graph, node: fx.Node, anchor: fx.Node) -> fx.Node:
-    """A number of the graph as a 0-d tensor.
-
-    A Python float that changes arrives as a 0-d tensor and is read by `item`. AOTAutograd turns arithmetic on it back into
-    tensor operations, and takes a float that is in none for a constant, which would be compiled again for every value.
-    """
-    number = next((user for user in node.users if user.target == "item"), None)
-    if number is None and isinstance(example_of(node), torch.Tensor):
-        return node
-    with graph.inserting_before(anchor):
-        one = graph.call_function(torch.ones, ((),), {"dtype": torch.float64})
-        return graph.call_function(torch.mul, (one, number or node))
-
-
 def _place(node: fx.Node, tensors: list[fx.Node], is_written: bool) -> Callable[[int], Source]:
     at = len(tensors)
     tensors.append(node)
     return lambda count: at if is_written else count + at
-
-
-def erase_regions(graph: fx.Graph, owned: set[fx.Node]) -> None:
-    """Remove the regions' operations from the graph, but for numbers that the rest reads too."""
-    for node in reversed(list(graph.nodes)):
-        if node in owned and not node.users:
-            graph.erase_node(node)
-    assert all(is_scalar(n) for n in graph.nodes if n in owned)

@@ -13,7 +13,7 @@ Not every update is elementwise. One that is not raises `NotElementwise` with th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,8 @@ class Operand:
     """A tensor of the parameter's shape that the update reads.
 
     Attributes:
-        index: its place among the region's inputs.
-        role: "param", "state" or "input".
+        index: its place among the region's inputs and, after them, its outputs.
+        role: "param", "state", "input", or "result": written for others to read, and never read.
         written: whether the update writes it.
     """
 
@@ -88,27 +88,42 @@ class UpdateProgram:
 
 def functionalize(region: Region, inputs: Inputs) -> UpdateProgram:
     """Trace `region` and split it; raises `NotElementwise`."""
-    shape, args, mode = _fake_args(region, inputs)
-    graph = _region_graph(region)
-    try:
-        gm = trace(torch.func.functionalize(_runner(graph), remove="mutations_and_views"), args, mode, decompose=False)
-    except NotElementwise:
-        raise
-    except Exception as error:
-        raise NotElementwise(
-            f"its update could not be traced: {type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
-    gm.graph.eliminate_dead_code()
+    shape = _shape_of(region, inputs)
+    gm = functional_graph(region)
     _check_elementwise(gm, shape)
     return _split(gm, region, inputs)
 
 
-def _fake_args(region: Region, inputs: Inputs) -> tuple[torch.Size, list[Tensor], Any]:
+def functional_graph(region: Region) -> fx.GraphModule:
+    """The region in ATen: a placeholder per input, a 0-d fp64 tensor for a Python number, `copy_` into what it writes at
+    the end, and the region's outputs. Raises `NotElementwise` where it cannot be traced.
+    """
+    args, mode = _fake_args(region)
+    run = torch.func.functionalize(_runner(_region_graph(region)), remove="mutations_and_views")
+    try:
+        gm = trace(run, args, mode, decompose=False)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise NotElementwise(f"its update could not be traced: {type(error).__name__}: {first}") from error
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def _shape_of(region: Region, inputs: Inputs) -> torch.Size:
+    """The shape of everything in an elementwise region."""
     shapes = {example_of(a).shape for a in region.inputs if a in inputs.params or a in inputs.state}
     if len(shapes) != 1:
         found = ", ".join(sorted(str(tuple(s)) for s in shapes)) or "none"
         raise NotElementwise(f"its update touches parameters or state of several shapes: {found}")
     (shape,) = shapes
+    for node in region.inputs:
+        example = example_of(node)
+        if isinstance(example, Tensor) and example.dim() > 0 and example.shape != shape:
+            raise NotElementwise(f"its update reads a tensor of shape {tuple(example.shape)}")
+    return shape
+
+
+def _fake_args(region: Region) -> tuple[list[Tensor], Any]:
     mode = new_fake_mode()
     args = []
     with mode:
@@ -119,10 +134,12 @@ def _fake_args(region: Region, inputs: Inputs) -> tuple[torch.Size, list[Tensor]
                 continue
             if example.dtype.is_complex or example.layout != torch.strided:
                 raise NotElementwise(f"it is {'complex' if example.dtype.is_complex else 'sparse'}")
-            if example.dim() > 0 and example.shape != shape:
-                raise NotElementwise(f"its update reads a tensor of shape {tuple(example.shape)}")
-            args.append(torch.empty(example.shape, dtype=example.dtype, device=example.device))
-    return shape, args, mode
+            if not all(isinstance(size, int) for size in example.shape):
+                raise NotElementwise(f"its update reads a tensor of changing shape {tuple(example.shape)}")
+            args.append(
+                torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+            )
+    return args, mode
 
 
 def _region_graph(region: Region) -> fx.Graph:
@@ -131,7 +148,7 @@ def _region_graph(region: Region) -> fx.Graph:
         env[node] = graph.placeholder(f"input_{i}")
     for node in region.nodes:
         env[node] = graph.node_copy(node, lambda n: env[n])
-    graph.output(())
+    graph.output(tuple(env[node] for node in region.outputs))
     return graph
 
 
@@ -140,38 +157,48 @@ def _runner(graph: fx.Graph) -> Callable[..., list[Tensor]]:
         values: dict[fx.Node, Any] = {}
         left = iter(args)
         for node in graph.nodes:
+            if node.op == "output":
+                return [values[n] for n in node.args[0]]
             if node.op == "placeholder":
                 values[node] = next(left)
-            elif node.op != "output":
+            else:
                 node_args, node_kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
                 values[node] = _call(node, node_args, node_kwargs)
-        return []
+        raise AssertionError("a graph has an output")
 
     return run
+
+
+# What Python numbers go through, for 0-d tensors in their place.
+OF_NUMBERS: dict[str, Callable[..., Any]] = {
+    "item": lambda x: x,
+    "sym_float": lambda x: x.double(),
+    "sym_int": torch.trunc,
+    "sym_max": lambda a, b: torch.maximum(*_as_tensors(a, b)),
+    "sym_min": lambda a, b: torch.minimum(*_as_tensors(a, b)),
+    "sym_sqrt": torch.sqrt,
+    "_sym_sqrt": torch.sqrt,
+}
+
+
+def _as_tensors(*values: Any) -> list[Tensor]:
+    return [torch.as_tensor(v, dtype=torch.float64) for v in values]
 
 
 def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call what the node calls; a number that is an input arrives as a 0-d tensor where torch may want a Python number."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name == "item":
-        return args[0]
-    if isinstance(kwargs.get("alpha"), Tensor):
-        args, kwargs = (
-            (args[0], args[1] * kwargs["alpha"], *args[2:]),
-            {k: v for k, v in kwargs.items() if k != "alpha"},
-        )
-    if isinstance(kwargs.get("value"), Tensor):
-        args, kwargs = (
-            (args[0], args[1] * kwargs["value"], *args[2:]),
-            {k: v for k, v in kwargs.items() if k != "value"},
-        )
-    if (
-        name.rstrip("_") == "lerp"
-        and isinstance(weight := kwargs.get("weight", args[-1]), Tensor)
-        and weight.dim() == 0
-    ):
-        change = (args[1] - args[0]) * weight
-        return args[0].add_(change) if name == "lerp_" else args[0] + change
+    if name in OF_NUMBERS and isinstance(args[0], (Tensor, int, float)):
+        return OF_NUMBERS[name](*args)
+    for factor in ("alpha", "value"):
+        if isinstance(kwargs.get(factor), Tensor) and len(args) > 1:
+            args = (args[0], args[1] * kwargs[factor], *args[2:])
+            kwargs = {k: v for k, v in kwargs.items() if k != factor}
+    if name in ("lerp", "lerp_"):
+        start, end, weight = [*args, *(kwargs[k] for k in ("input", "end", "weight") if k in kwargs)]
+        if isinstance(weight, Tensor) and weight.dim() == 0:
+            change = (end - start) * weight
+            return start.add_(change) if name == "lerp_" else start + change
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -197,6 +224,7 @@ def _is_number(node: fx.Node) -> bool:
 
 def _split(gm: fx.GraphModule, region: Region, inputs: Inputs) -> UpdateProgram:
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    results = next(n for n in gm.graph.nodes if n.op == "output").args[0]
     written = {n.args[0]: n.args[1] for n in gm.graph.nodes if n.target is aten.copy_.default}
     computed = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not aten.copy_.default]
     is_number = {n: _is_number(n) for n in [*placeholders, *computed]}
@@ -212,20 +240,22 @@ def _split(gm: fx.GraphModule, region: Region, inputs: Inputs) -> UpdateProgram:
     written_numbers = [n for n in numbers if n in written]
     element_dtype = torch.float64 if any(n.meta["val"].dtype == torch.float64 for n in elements) else torch.float32
 
-    scalars, env = _subgraph(numbers, [n for n in computed if is_number[n]])
+    scalars, env = _subgraph([], (), numbers, [n for n in computed if is_number[n]])
     dtypes = [element_dtype if n.meta["val"].is_floating_point() else n.meta["val"].dtype for n in wanted]
     casts = zip(wanted, dtypes, strict=True)
-    results = [scalars.call_function(aten._to_copy.default, (env[n],), {"dtype": dtype}) for n, dtype in casts]
-    scalars.output([*results, *(env[written[n]] for n in written_numbers)])
+    ready = [scalars.call_function(aten._to_copy.default, (env[n],), {"dtype": dtype}) for n, dtype in casts]
+    scalars.output([*ready, *(env[written[n]] for n in written_numbers)])
 
-    body, env = _subgraph([*elements, *wanted], [n for n in computed if not is_number[n]])
+    body, env = _subgraph(elements, results, wanted, [n for n in computed if not is_number[n]])
     targets = [n for n in elements if n in written]
-    body.output([env[written[n]] for n in targets])
+    body.output([*(env[written[n]] for n in targets), *(env[n] for n in results)])
 
     where = {n: i for i, n in enumerate(placeholders)}
     roles = {n: _role(region.inputs[i], inputs) for n, i in where.items()}
+    operands = [Operand(where[n], roles[n], n.meta["val"].dtype, n in written) for n in elements]
+    operands += [Operand(len(placeholders) + i, "result", n.meta["val"].dtype, True) for i, n in enumerate(results)]
     return UpdateProgram(
-        operands=tuple(Operand(where[n], roles[n], n.meta["val"].dtype, n in written) for n in elements),
+        operands=tuple(operands),
         elements=fx.GraphModule({}, body),
         numbers=tuple(where[n] for n in numbers),
         scalars=fx.GraphModule({}, scalars),
@@ -240,10 +270,18 @@ def _role(node: fx.Node, inputs: Inputs) -> str:
     return "param" if node in inputs.params else "state" if node in inputs.state else "input"
 
 
-def _subgraph(leaves: list[fx.Node], computed: list[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+def _subgraph(
+    elements: list[fx.Node], results: Sequence[fx.Node], numbers: list[fx.Node], computed: list[fx.Node]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A graph of `computed` over a placeholder per element tensor, per result (nothing reads that), and per number."""
     graph, env = fx.Graph(), {}
-    for node in leaves:
+    for node in elements:
         env[node] = graph.placeholder(node.name)
+    for i, node in enumerate(results):
+        graph.placeholder(f"result_{i}").meta = dict(node.meta)
+    for node in numbers:
+        env[node] = graph.placeholder(node.name)
+    for node in [*elements, *numbers]:
         env[node].meta = dict(node.meta)
     for node in computed:
         env[node] = graph.node_copy(node, lambda n: env[n])

@@ -13,7 +13,7 @@ is refused, with the reason, and stays in the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,11 +32,13 @@ class Region:
     Attributes:
         nodes: its operations, in order.
         inputs: what it reads from outside, in order of first use.
+        outputs: what is read outside of it, in order, but for numbers, which may be computed twice.
         key: the program as text: equal keys, equal programs, whatever the tensors and their shapes.
     """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
     key: str
 
 
@@ -71,7 +73,7 @@ def outline_updates(gm: fx.GraphModule, inputs: Inputs) -> Outline:
     refused: dict[fx.Node, str] = {}
     while True:
         owned = set().union(*groups) if groups else set()
-        in_place = _runs_in_place(groups, inputs)
+        in_place = _runs_in_place(groups, inputs, index)
         bad = [(group, reason) for group in groups if (reason := _conflict(group, owned, index, in_place))]
         if not bad:
             break
@@ -83,17 +85,25 @@ def outline_updates(gm: fx.GraphModule, inputs: Inputs) -> Outline:
     regions.sort(key=lambda region: index.order[region.nodes[0]])
     touched = {a for region in regions for a in region.inputs} | set(refused)
     refused.update({s: "the graph reads it but does not update it" for s in inputs.state if s not in touched})
-    return Outline(tuple(regions), refused, _runs_in_place([region.nodes for region in regions], inputs))
+    return Outline(tuple(regions), refused, in_place)
 
 
-def _runs_in_place(groups: Iterable[Iterable[fx.Node]], inputs: Inputs) -> bool:
-    """Whether some region reads elements that an operation outside of it makes, and all state arrives as arguments."""
+def _runs_in_place(groups: Iterable[Iterable[fx.Node]], inputs: Inputs, index: _Index) -> bool:
+    """Whether what a region makes is read outside, or some region reads elements that an operation outside of it makes and
+    all state arrives as arguments."""
+    arguments = all(n.op == "placeholder" for n in [*inputs.state, *inputs.params])
     for group in groups:
         own = set(group)
         read = {a for n in own for a in n.all_input_nodes if a not in own}
-        if any(a.op not in ("placeholder", "get_attr") and not is_scalar(a) for a in read):
-            return all(n.op == "placeholder" for n in [*inputs.state, *inputs.params])
+        if arguments and any(a.op not in ("placeholder", "get_attr") and not is_scalar(a) for a in read):
+            return True
+        if any(_is_output(n, own, index) for n in own):
+            return True
     return False
+
+
+def _is_output(node: fx.Node, own: set[fx.Node], index: _Index) -> bool:
+    return not _is_number(node, index.fixed) and any(user not in own for user in node.users)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,18 +252,16 @@ def _conflict(group: set[fx.Node], owned: set[fx.Node], index: _Index, in_place:
     """Why running the group at its end, or at the end of the graph, would give another result, or None."""
     end = max(index.order[n] for n in group) if in_place else len(index.order)
     first: dict[fx.Node, int] = {}
-    written: set[fx.Node] = set()
-    for node in group:
-        if not _is_number(node, index.fixed) and any(user not in owned for user in node.users):
-            return "a result of its update is used outside of it"
-        written |= {index.roots[w] for w in written_by(node) if w in index.roots}
-        for root in {index.roots[a] for a in node.all_input_nodes if a in index.roots}:
-            first[root] = min(first.get(root, index.order[node]), index.order[node])
+    written: dict[fx.Node, int] = {}
+    for node in sorted(group, key=index.order.__getitem__, reverse=True):
+        written.update({index.roots[w]: index.order[node] for w in written_by(node) if w in index.roots})
+        first.update({index.roots[a]: index.order[node] for a in node.all_input_nodes if a in index.roots})
     for root, at in first.items():
         if root in index.shared:
             return f"{root.name} shares memory with another tensor of the step"
         for node, writes in index.touches[root]:
-            if node not in owned and at < index.order[node] < end and (writes or root in written):
+            since = at if writes else written.get(root, end)
+            if node not in owned and since < index.order[node] < end:
                 return f"{node.name} touches {root.name} after its update"
     return None
 
@@ -268,9 +276,19 @@ def _is_number(node: fx.Node, fixed: frozenset[fx.Node]) -> bool:
 
 
 def _region(group: set[fx.Node], index: _Index, inputs: Inputs) -> Region:
-    nodes = _canonical(sorted(group, key=index.order.__getitem__), index.fixed)
+    outputs = [n for n in group if _is_output(n, group, index)]
+    nodes = sorted(group, key=index.order.__getitem__)
+    return region_of(nodes, sorted(outputs, key=index.order.__getitem__), index.fixed, inputs)
+
+
+def region_of(
+    nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], fixed: frozenset[fx.Node], inputs: Inputs
+) -> Region:
+    """The region of some nodes, given in order; `fixed` are those whose value is written in place later."""
+    group = set(nodes)
+    nodes = _canonical(list(nodes), fixed)
     outside = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in group))
-    return Region(tuple(nodes), tuple(outside), _key(nodes, outside, inputs))
+    return Region(tuple(nodes), tuple(outside), tuple(outputs), _key(nodes, outside, outputs, inputs))
 
 
 def _canonical(ordered: list[fx.Node], fixed: frozenset[fx.Node]) -> list[fx.Node]:
@@ -290,9 +308,10 @@ def _canonical(ordered: list[fx.Node], fixed: frozenset[fx.Node]) -> list[fx.Nod
     return list(out)
 
 
-def _key(nodes: list[fx.Node], outside: list[fx.Node], inputs: Inputs) -> str:
+def _key(nodes: list[fx.Node], outside: list[fx.Node], outputs: Sequence[fx.Node], inputs: Inputs) -> str:
     names: dict[fx.Node, str] = {}
-    reference = next((example_of(a) for a in outside if a in inputs.params), None)
+    large = [a for a in outside if isinstance(example_of(a), Tensor) and not is_scalar(a)]
+    reference = next((example_of(a) for a in large if a in inputs.params or a in inputs.state), None)
     lines = []
     for i, a in enumerate(outside):
         names[a] = f"%{i}"
@@ -310,6 +329,7 @@ def _key(nodes: list[fx.Node], outside: list[fx.Node], inputs: Inputs) -> str:
         text = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: names[n])
         target = node.target if isinstance(node.target, str) else f"{node.target.__module__}.{node.target.__name__}"
         lines.append(f"%{i} = {target} {text!r}")
+    lines += [f"return {names[node]}" for node in outputs]
     return "\n".join(lines)
 
 

@@ -36,12 +36,14 @@ from qcompile.passes.infer_preconditioner import Preconditioner, infer_precondit
 from qcompile.passes.infer_sign import infer_sign
 from qcompile.passes.lower import lower
 from qcompile.passes.outline_updates import Region, outline_updates
-from qcompile.passes.plan_storage import StatePlan, node_of_param, plan_storage, refuse_state
+from qcompile.passes.plan_storage import Analysed, StatePlan, node_of_param, plan_storage, refuse_state
 from qcompile.passes.quantize_update import Storage, quantize_update
+from qcompile.passes.split_updates import split_update
 from qcompile.passes.thread_writes import thread_writes, written_by
 from qcompile.passes.verify import verify
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel, Layout
+from qcompile.runtime.layout import order_of, row_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +53,24 @@ class PlannedRegion:
     region: Region
     program: UpdateProgram
     preconditioners: tuple[Preconditioner, ...]
-    plans: dict[int, StatePlan]
+    plans: dict[fx.Node, StatePlan]
     inputs: Inputs
 
     @property
-    def model(self) -> fx.Node:
-        """The input whose strides a launch follows: the parameter, or a state buffer where none is updated."""
-        return node_of_param(self.region, self.inputs)
+    def order(self) -> Tensor:
+        """What a launch follows, without memory: the parameter, or a state buffer where none is updated."""
+        node = node_of_param(self.region, self.inputs)
+        slot, tensor = self.inputs.state.get(node), self.inputs.tensors[node]
+        return row_order(tensor) if slot is None else order_of(tensor, slot.param)
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs.tensors[node_of_param(self.region, self.inputs)].device
 
     @property
     def storage(self) -> tuple[Format | None, ...]:
-        return tuple(self.plans[i].format if i in self.plans else None for i in range(len(self.program.operands)))
+        state = (self.region.inputs[o.index] if o.role == "state" else None for o in self.program.operands)
+        return tuple(None if node is None else self.plans[node].format for node in state)
 
     @property
     def key(self) -> tuple[str, Storage]:
@@ -118,26 +127,26 @@ def compile_updates(
     wanted.require_matches(_states(inputs))
     refused = {node: refuse_state(node, inputs, reason, wanted) for node, reason in outline.refused.items()}
     planned: list[PlannedRegion] = []
+    in_place = outline.in_place
     for region in outline.regions:
-        try:
-            program, signs, preconditioners = _program(region, inputs)
-        except NotElementwise as reason:
-            refused.update(
-                {n: refuse_state(n, inputs, str(reason), wanted) for n in region.inputs if n in inputs.state}
-            )
-        else:
-            plans = plan_storage(region, program, signs, preconditioners, inputs, wanted)
-            planned.append(PlannedRegion(region, program, preconditioners, plans, inputs))
+        analysed, dense, reasons = _analyse(gm, region, inputs)
+        in_place |= not analysed or analysed[0].region is not region
+        for node, reason in reasons.items():
+            refused[node] = refuse_state(node, inputs, reason, wanted)
+        plans = plan_storage(analysed, dense, inputs, wanted)
+        for a in analysed:
+            own = {node: plans[node] for _, node in a.state()}
+            planned.append(PlannedRegion(a.region, a.program, a.preconditioners, own, inputs))
     by_key: dict[tuple[str, Storage], list[PlannedRegion]] = {}
     for item in planned:
         by_key.setdefault(item.key, []).append(item)
     classes = tuple(_compile_class(tuple(group), inputs, settings) for group in by_key.values())
-    return CompiledGraph(gm, inputs, classes, refused, outline.in_place)
+    return CompiledGraph(gm, inputs, classes, refused, in_place)
 
 
 # Kept for the life of the process: a reloaded checkpoint or a new parameter group compiles nothing again.
-Analysed = tuple[UpdateProgram, tuple[bool, ...], tuple[Preconditioner, ...]]
-_PROGRAMS: dict[str, Analysed | NotElementwise] = {}
+Facts = tuple[UpdateProgram, tuple[bool, ...], tuple[Preconditioner, ...]]
+_PROGRAMS: dict[str, Facts | NotElementwise] = {}
 _KERNELS: dict[tuple[Any, ...], Kernel] = {}
 
 
@@ -148,7 +157,30 @@ def _states(inputs: Inputs) -> Iterator[tuple[Tensor, list[str]]]:
             yield from ((p, list(optimizer.state.get(p, {}))) for p in group["params"])
 
 
-def _program(region: Region, inputs: Inputs) -> Analysed:
+def _analyse(
+    gm: fx.GraphModule, region: Region, inputs: Inputs
+) -> tuple[list[Analysed], Mapping[fx.Node, str], dict[fx.Node, str]]:
+    """A region, or those it is cut into; state that had better stay dense; and state that no region could take, with reasons."""
+    dense: Mapping[fx.Node, str] = {}
+    analysed: list[Analysed] = []
+    refused: dict[fx.Node, str] = {}
+    try:
+        return [Analysed(region, *_program(region, inputs))], {}, {}
+    except NotElementwise:
+        try:
+            split = split_update(gm, region, inputs)
+        except NotElementwise as reason:
+            return [], {}, {n: str(reason) for n in region.inputs if n in inputs.state}
+    dense = split.dense
+    for part in split.regions:
+        try:
+            analysed.append(Analysed(part, *_program(part, inputs)))
+        except NotElementwise as reason:
+            refused.update({n: str(reason) for n in part.inputs if n in inputs.state})
+    return analysed, dense, refused
+
+
+def _program(region: Region, inputs: Inputs) -> Facts:
     if region.key not in _PROGRAMS:
         try:
             program = functionalize(region, inputs)
@@ -165,9 +197,9 @@ def _program(region: Region, inputs: Inputs) -> Analysed:
 def _compile_class(group: tuple[PlannedRegion, ...], inputs: Inputs, settings: Mapping[str, Any]) -> CompiledClass:
     first = group[0]
     program, storage = first.program, first.storage
-    device = inputs.tensors[first.model].device
+    device = first.device
     block = next((fmt.block_size for fmt in storage if fmt is not None), None)
-    sizes = [inputs.tensors[item.model].numel() for item in group]
+    sizes = [item.order.numel() for item in group]
     tail = tuple(
         torch.float32 if fmt is not None and operand.dtype != torch.float32 else None
         for operand, fmt in zip(program.operands, storage, strict=True)

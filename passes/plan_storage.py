@@ -10,6 +10,7 @@ over the blocks of all of them at once.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,35 +61,63 @@ class _Choice:
     reason: str | None = None
     by_choice: bool = False
     partner: Slot | None = None
+    parts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Analysed:
+    """A region and what is known of it."""
+
+    region: Region
+    program: UpdateProgram
+    signs: tuple[bool, ...]
+    preconditioners: tuple[Preconditioner, ...]
+
+    def state(self) -> Iterator[tuple[int, fx.Node]]:
+        """Operands of the program that are state, and the inputs of the region that they are."""
+        for i, operand in enumerate(self.program.operands):
+            if operand.role == "state":
+                yield i, self.region.inputs[operand.index]
 
 
 def plan_storage(
-    region: Region,
-    program: UpdateProgram,
-    signs: tuple[bool, ...],
-    preconditioners: tuple[Preconditioner, ...],
-    inputs: Inputs,
-    wanted: Choices,
-) -> dict[int, StatePlan]:
-    """Plans by operand index of `program`, for the operands that are state."""
-    choices: dict[int, _Choice] = {}
-    for i, (operand, proved) in enumerate(zip(program.operands, signs, strict=True)):
-        if operand.role == "state":
-            node = region.inputs[operand.index]
-            tensor = inputs.tensors[node]
-            choices[i] = _Choice(node, tensor, operand.written, proved and not has_negative(tensor), None)
-    pairs = {p.first: p.second for p in preconditioners if p.second in choices and choices[p.second].non_negative}
-    for i, choice in choices.items():
-        kind = "first" if i in pairs else "second" if choice.non_negative else "signed"
+    parts: Sequence[Analysed], dense: Mapping[fx.Node, str], inputs: Inputs, wanted: Choices
+) -> dict[fx.Node, StatePlan]:
+    """Plans of all state that the regions of one update touch; `dense` are those that had better stay so, with reasons."""
+    choices: dict[fx.Node, _Choice] = {}
+    for part in parts:
+        for i, node in part.state():
+            tensor, written = inputs.tensors[node], part.program.operands[i].written
+            choice = choices.setdefault(node, _Choice(node, tensor, False, False, None))
+            choice.parts += 1
+            choice.written |= written
+            choice.non_negative |= written and part.signs[i] and not has_negative(tensor)
+    pairs = {first: second for part in parts for first, second in _pairs(part, choices)}
+    for node, choice in choices.items():
+        kind = "first" if node in pairs else "second" if choice.non_negative else "signed"
         _choose(choice, kind, inputs, wanted)
-    for i, choice in choices.items():
+        if choice.format is not None and node in dense:
+            choice.format, choice.reason = None, dense[node]
+    for node, choice in choices.items():
         if choice.format is not None:
-            choice.format = _fitted(i, choices, pairs, inputs, wanted)
-    blocks = [choice.format.block_size for choice in choices.values() if choice.format is not None]
-    for choice in choices.values():
-        if choice.format is not None:
-            choice.format = dataclasses.replace(choice.format, block_size=min(blocks))
-    return {i: _plan(choice, inputs) for i, choice in choices.items()}
+            choice.format = _fitted(node, choices, pairs, inputs, wanted)
+    for shape in {choice.tensor.shape for choice in choices.values()}:
+        same = [c for c in choices.values() if c.format is not None and c.tensor.shape == shape]
+        least = min((c.format.block_size for c in same if c.format is not None), default=0)
+        for choice in same:
+            assert choice.format is not None
+            choice.format = dataclasses.replace(choice.format, block_size=least)
+    return {node: _plan(choice, inputs) for node, choice in choices.items()}
+
+
+def _pairs(part: Analysed, choices: dict[fx.Node, _Choice]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """First moments and the second moments that divide them, both read and written in this region alone."""
+    nodes = dict(part.state())
+    for found in part.preconditioners:
+        if found.first in nodes and found.second in nodes:
+            first, second = nodes[found.first], nodes[found.second]
+            if choices[second].non_negative and choices[first].parts == choices[second].parts == 1:
+                yield first, second
 
 
 def refuse_state(node: fx.Node, inputs: Inputs, reason: str, wanted: Choices) -> StatePlan:
@@ -176,7 +205,13 @@ def _refusal(choice: _Choice, fmt: Format, wanted: Choices) -> tuple[str | None,
     return None, False
 
 
-def _fitted(i: int, choices: dict[int, _Choice], pairs: dict[int, int], inputs: Inputs, wanted: Choices) -> Format:
+def _fitted(
+    i: fx.Node,
+    choices: dict[fx.Node, _Choice],
+    pairs: dict[fx.Node, fx.Node],
+    inputs: Inputs,
+    wanted: Choices,
+) -> Format:
     """The format with what it needs to know of the optimizer, or the next best where the update does not offer that."""
     choice = choices[i]
     fmt, slot = choice.format, inputs.state[choice.node]

@@ -2,7 +2,8 @@
 
 Before: a Dynamo graph in which `x.mul_(2)` may have no user although everything that reads `x` later depends on it.
 After: whatever reads `x` after the write reads the node of the write instead, which is the same tensor. A pass that cuts
-the graph along its edges then cannot lose a write.
+the graph along its edges then cannot lose a write. What the graph returns is read when all is done, so where it returns an
+input it names that input.
 """
 
 from __future__ import annotations
@@ -22,11 +23,19 @@ IN_PLACE_OPERATORS = frozenset(
 def thread_writes(gm: fx.GraphModule) -> None:
     """Rewrite `gm` in place."""
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    whole: dict[fx.Node, fx.Node] = {}  # the input that an in-place node returns
     for node in list(gm.graph.nodes):
+        if not returns_what_it_writes(node):
+            continue
         for target in written_by(node):
-            if returns_what_it_writes(node):
-                for user in [u for u in target.users if order[u] > order[node]]:
-                    user.replace_input_with(target, node)
+            root = whole.get(target, target)
+            if root.op in ("placeholder", "get_attr"):
+                whole[node] = root
+            for user in [u for u in target.users if order[u] > order[node] and u is not output]:
+                user.replace_input_with(target, node)
+    for node in [n for n in output.all_input_nodes if n in whole]:
+        output.replace_input_with(node, whole[node])
     gm.graph.lint()
 
 

@@ -124,18 +124,6 @@ def compiling_errors() -> tuple[type[BaseException], ...]:
     return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 
 
-def cause_of(error: BaseException) -> BaseException:
-    """The error of a backend inside Dynamo's own, or the error itself."""
-    return getattr(error, "inner_exception", error)
-
-
-def reason_of(error: BaseException) -> str:
-    """What Dynamo found, on one line; its "Hard failure due to fullgraph=True" hides that one error further down."""
-    while str(error).startswith("Hard failure") and (error.__cause__ or error.__context__) is not None:
-        error = cast(BaseException, error.__cause__ or error.__context__)
-    return " ".join(str(cause_of(error)).split()[:60])
-
-
 def trace_again(reason: str) -> NoReturn:
     """Called in a backend: let Dynamo trace the frame again, because an input is not what it was when it was traced."""
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
@@ -213,6 +201,17 @@ def inner_source(state: fx.Node, part: fx.Node, name: str) -> None:
 
     if hasattr(state, "_dynamo_source"):
         part._dynamo_source = AttrSource(state._dynamo_source, name)  # type: ignore[attr-defined]
+
+
+def hold_parts(gm: fx.GraphModule, state: str, parts: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+    """Let a module hold the tensors of a state that it holds, each as an attribute of it to Dynamo and AOTAutograd."""
+    from torch._dynamo.source import AttrSource
+
+    sources = cast("dict[str, Any]", gm._param_name_to_source)
+    for part, (name, tensor) in zip(parts, tensors.items(), strict=True):
+        gm.register_buffer(name, tensor)
+        if state in sources:
+            sources[name] = AttrSource(sources[state], part)
 
 
 def forget_attributes(gm: fx.GraphModule, names: Iterable[str]) -> None:

@@ -25,9 +25,10 @@ from qcompile._compat import (
 from qcompile.dense_step import activity
 from qcompile.exc import NotQuantizedError
 from qcompile.options import Options
-from qcompile.passes.embed_updates import embed_updates, erase_regions
+from qcompile.passes.embed_updates import embed_updates
 from qcompile.passes.find_state import Slot
 from qcompile.passes.pipeline import CompiledClass, CompiledGraph, PlannedRegion, compile_updates, updates_state
+from qcompile.passes.split_updates import erase_regions
 from qcompile.plan import apply_plans, refusals
 from qcompile.runtime.launch import Region, Source, UpdateClass
 from qcompile.runtime.layout import row_order
@@ -66,14 +67,46 @@ def qstate(
         raise NotQuantizedError(found)
     if apply_plans(compiled, chosen.seed):
         trace_again("optimizer state was converted")
-    if compiled.in_place:
-        return _one_program(compiled, example_inputs, settings)
-    rest = _Rest(compiled)
+    returned = _take_returned_state(compiled)
     forget_attributes(gm, [str(n.target) for n in compiled.inputs.state if n.op == "get_attr"])
-    return _executable(compiled, rest, rest.compile(example_inputs, settings))
+    if compiled.in_place:
+        return _with_state(_one_program(compiled, example_inputs, settings), returned)
+    rest = _Rest(compiled)
+    return _with_state(_executable(compiled, rest, rest.compile(example_inputs, settings)), returned)
 
 
 hooks.install(qstate)
+
+
+def _take_returned_state(compiled: CompiledGraph) -> dict[int, Source]:
+    """Let the graph return nothing where it returns a state buffer, which is given back as it is; by position."""
+    nodes = list(compiled.gm.graph.nodes)
+    output = nodes[-1]
+    positions = {n: i for i, n in enumerate(n for n in nodes if n.op == "placeholder")}
+    state = compiled.inputs.state
+    found = {i: n for i, n in enumerate(output.args[0]) if n in state}
+    output.args = (tuple(None if i in found else n for i, n in enumerate(output.args[0])),)
+    return {i: positions[n] if n in positions else state[n].get() for i, n in found.items()}
+
+
+def _with_state(run: Callable[..., Any], returned: dict[int, Source]) -> Callable[..., Any]:
+    if not returned:
+        return run
+
+    def with_state(*args: Any) -> Any:
+        results = [*run(*args)]
+        for i, source in returned.items():
+            results[i] = args[source] if isinstance(source, int) else source
+        return tuple(results)
+
+    return with_state
+
+
+def _follow_dense(compiled: CompiledGraph) -> None:
+    """State that went dense is read from where it is now."""
+    for node, slot in compiled.inputs.state.items():
+        if node.op == "get_attr" and hasattr(compiled.gm, str(node.target)) and slot.optimizer() is not None:
+            setattr(compiled.gm, str(node.target), slot.get())
 
 
 def _one_program(
@@ -83,6 +116,7 @@ def _one_program(
     placeholders = [n for n in compiled.gm.graph.nodes if n.op == "placeholder"]
     values = [_state_now(compiled.inputs.state.get(n), v) for n, v in zip(placeholders, example_inputs, strict=True)]
     embedded = embed_updates(compiled)
+    _follow_dense(compiled)
 
     def picked(args: Sequence[Any]) -> list[Any]:
         return [args[i] if part is None else getattr(args[i], part) for i, part in embedded.arguments]
@@ -126,9 +160,7 @@ class _Rest:
 
     def compile(self, example_inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any] | None:
         """Compile what is left, or None where nothing is. State that went dense is read from where it is now."""
-        for node, plan in self.compiled.refused.items():
-            if node.op == "get_attr" and hasattr(self.gm, str(node.target)) and plan.slot.optimizer() is not None:
-                setattr(self.gm, str(node.target), plan.slot.get())
+        _follow_dense(self.compiled)
         left = [n for n in self.gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
         if not left and not self.outputs:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 
 class QCompileError(RuntimeError):
@@ -103,3 +104,15 @@ class GraphSpecError(QCompileError):
 
     def __init__(self, stage: str, fault: str) -> None:
         super().__init__(f"after {stage}: {fault}")
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The error of a backend inside Dynamo's own, or the error itself."""
+    return getattr(error, "inner_exception", error)
+
+
+def reason_of(error: BaseException) -> str:
+    """What Dynamo found, on one line; its "Hard failure due to fullgraph=True" hides that one error further down."""
+    while str(error).startswith("Hard failure") and (error.__cause__ or error.__context__) is not None:
+        error = cast(BaseException, error.__cause__ or error.__context__)
+    return " ".join(str(cause_of(error)).split()[:60])

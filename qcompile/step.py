@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from qcompile import hooks
-from qcompile._compat import cause_of, compiling_errors, reason_of, whole_step_tracing
-from qcompile.exc import NotOneGraphError, QCompileError
+from qcompile._compat import compiling_errors, whole_step_tracing
+from qcompile.exc import NotOneGraphError, QCompileError, cause_of, reason_of
 from qcompile.explain import Report, explain
 from qcompile.first_step import makes_state_in_step
 from qcompile.one_graph import as_plain_objects, create_all_state, detached, optimizers_of, why_not
