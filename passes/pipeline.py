@@ -3,7 +3,8 @@
     flatten_foreach    first, so that the updates of different parameters fall apart
     thread_writes      makes in-place writes edges, along which the graph can be cut
     find_state         on the flattened graph; knows parameters and state by identity
-    outline_updates    needs both; afterwards each region is compiled for itself
+    keep_replaced      needs to know what is state; gives outlining a write where Python code would have made one
+    outline_updates    needs all of that; afterwards each region is compiled for itself
     per distinct region program, once:
       functionalize    the other passes read a single-assignment ATen program
       infer_sign       on the program before decomposition, where a square is still visible
@@ -34,6 +35,7 @@ from qcompile.passes.flatten_foreach import flatten_foreach
 from qcompile.passes.functionalize import NotElementwise, UpdateProgram, functionalize
 from qcompile.passes.infer_preconditioner import Preconditioner, infer_preconditioner
 from qcompile.passes.infer_sign import infer_sign
+from qcompile.passes.keep_replaced import keep_replaced
 from qcompile.passes.lower import lower
 from qcompile.passes.outline_updates import Region, outline_updates
 from qcompile.passes.plan_storage import Analysed, StatePlan, node_of_param, plan_storage, refuse_state
@@ -121,6 +123,7 @@ def compile_updates(
     flatten_foreach(gm)
     thread_writes(gm)
     inputs = find_state(gm, example_inputs)
+    keep_replaced(gm, inputs)
     outline = outline_updates(gm, inputs)
     owners = {id(p): p for slot in inputs.state.values() if (p := slot.param) is not None}
     wanted = Choices.of(options, owners.values())

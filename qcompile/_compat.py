@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
@@ -26,30 +25,25 @@ from qcompile.exc import UnsupportedTorchError
 
 copy_all, add_all = torch._foreach_copy_, torch._foreach_add_
 
-# module, attribute path
+# module, attribute paths
 NEEDED = (
     ("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx"),
-    ("torch._dynamo.exc", "TensorifyScalarRestartAnalysis"),
-    ("torch._dynamo.exc", "TorchDynamoException"),
-    ("torch._dynamo.exc", "FailOnRecompileLimitHit"),
-    ("torch._dynamo.source", "AttrSource"),
+    ("torch._dynamo.exc", "TensorifyScalarRestartAnalysis TorchDynamoException FailOnRecompileLimitHit"),
+    ("torch._dynamo.source", "AttrSource DictGetItemSource"),
+    ("torch._dynamo.variables", "ConstDictVariable"),
+    ("torch._dynamo.side_effects", "SideEffects.is_modified SideEffects.has_pending_mutation"),
     ("torch._inductor", "list_mode_options"),
     ("torch._inductor.choices", "InductorChoices.should_use_persistent_reduction"),
-    ("torch._inductor.compile_fx", "compile_fx"),
-    ("torch._inductor.compile_fx", "compile_fx_inner"),
+    ("torch._inductor.compile_fx", "compile_fx compile_fx_inner"),
     ("torch._inductor.config", "max_fusion_size"),
     ("torch._inductor.decomposition", "select_decomp_table"),
-    ("torch._inductor.ir", "StorageBox.has_exceeded_max_reads"),
-    ("torch._inductor.ir", "StorageBox.should_realize_on_reuse"),
+    ("torch._inductor.ir", "StorageBox.has_exceeded_max_reads StorageBox.should_realize_on_reuse"),
     ("torch._inductor.loop_body", "LoopBody.get_read_expr"),
-    ("torch._inductor.virtualized", "V.set_fake_mode"),
-    ("torch._inductor.virtualized", "V.set_choices_handler"),
-    ("torch._guards", "TracingContext"),
-    ("torch._guards", "tracing"),
+    ("torch._inductor.virtualized", "V.set_fake_mode V.set_choices_handler"),
+    ("torch._guards", "TracingContext tracing"),
     ("torch._subclasses", "FakeTensorMode"),
     ("torch.fx.experimental.proxy_tensor", "make_fx"),
-    ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.create_symbol"),
-    ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.create_symintnode"),
+    ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.create_symbol ShapeEnv.create_symintnode"),
     ("torch.func", "functionalize"),
 )
 
@@ -57,7 +51,7 @@ NEEDED = (
 def missing_names() -> list[str]:
     """Names of `NEEDED` that the installed torch does not have."""
     missing = []
-    for module, path in NEEDED:
+    for module, path in ((module, path) for module, paths in NEEDED for path in paths.split()):
         try:
             functools.reduce(getattr, path.split("."), importlib.import_module(module))
         except (ImportError, AttributeError):
@@ -108,6 +102,33 @@ def enclosing_backends() -> Iterator[tuple[Any, Mapping[str, Any]]]:
             if context is not None and hasattr(context, "callback"):
                 yield unwrap_backend(context.callback)
         frame = cast(Any, frame.f_back)
+
+
+def stored_values(gm: fx.GraphModule) -> list[tuple[fx.Node | None, fx.Node]]:
+    """What traced Python code stores in dicts and attributes when the graph has run: the input that is there now, and the
+    node of the tensor that takes its place. Only the tracer's record of side effects knows; empty outside of a backend.
+    """
+    from torch._dynamo.source import AttrSource, DictGetItemSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables import ConstDictVariable
+
+    try:
+        effects = InstructionTranslator.current_tx().output.side_effects
+    except AttributeError:
+        return []
+    new: dict[Any, Any] = {}
+    for value in effects.id_to_variable.values():
+        if isinstance(value, ConstDictVariable) and value.source is not None and effects.is_modified(value):
+            items = [(k.vt.as_python_constant(), v) for k, v in value.items.items() if k.vt.is_python_constant()]
+            new.update({DictGetItemSource(value.source, k): v for k, v in items})
+    for owner, values in effects.store_attr_mutations.items():
+        if getattr(owner, "source", None) is not None:
+            new.update({AttrSource(owner.source, name): v for name, v in values.items()})
+    sources = getattr(gm, "_param_name_to_source", {})
+    inputs = {n: getattr(n, "_dynamo_source", sources.get(n.target)) for n in gm.graph.nodes if not n.args}
+    at, nodes = {source: n for n, source in inputs.items()}, {n.name: n for n in gm.graph.nodes}
+    values = {source: getattr(getattr(v, "proxy", None), "node", None) for source, v in new.items()}
+    return [(at.get(s), nodes[n.name]) for s, n in values.items() if n is not None and n.name in nodes]
 
 
 def global_step_hooks() -> list[Callable[..., Any]]:
@@ -214,13 +235,6 @@ def hold_parts(gm: fx.GraphModule, state: str, parts: Sequence[str], tensors: Ma
             sources[name] = AttrSource(sources[state], part)
 
 
-def forget_attributes(gm: fx.GraphModule, names: Iterable[str]) -> None:
-    """Drop tensors that Dynamo's module holds, as long as the optimizer lives, for a graph that no longer reads them."""
-    for name in names:
-        gm._buffers.pop(name, None)
-        gm._parameters.pop(name, None)
-
-
 # -- Fake tensors with a symbolic number of rows -------------------------------------------------------------------
 
 
@@ -249,15 +263,9 @@ class SymbolicRows:
         with self.fake_mode:
             return list(whole.split(shape[1] // count, dim=1))
 
-    def unexpected_guards(self, most: int) -> list[str]:
-        """Conditions on `rows` that code generation assumed, other than bounds that `most` rows keep."""
-        found = (str(guard.expr) for guard in self.shape_env.guards)
-        return [expr for expr in found if not _holds_up_to(expr, most)]
-
-
-def _holds_up_to(expr: str, most: int) -> bool:
-    bound = re.fullmatch(r"(?:(\d+)\*)?\w+ <= (\d+)", expr)
-    return bound is not None and int(bound[1] or 1) * most <= int(bound[2])
+    def guards(self) -> list[str]:
+        """Conditions on `rows` that code generation assumed."""
+        return [str(guard.expr) for guard in self.shape_env.guards]
 
 
 def new_fake_mode() -> Any:

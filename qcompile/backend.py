@@ -15,7 +15,6 @@ from torch import Tensor, fx
 
 from qcompile import hooks
 from qcompile._compat import (
-    forget_attributes,
     inductor_settings,
     require_supported_torch,
     stock_inductor,
@@ -31,7 +30,6 @@ from qcompile.passes.pipeline import CompiledClass, CompiledGraph, PlannedRegion
 from qcompile.passes.split_updates import erase_regions
 from qcompile.plan import apply_plans, refusals
 from qcompile.runtime.launch import Region, Source, UpdateClass
-from qcompile.runtime.layout import row_order
 from qcompile.runtime.region_op import forget
 
 
@@ -68,7 +66,9 @@ def qstate(
     if apply_plans(compiled, chosen.seed):
         trace_again("optimizer state was converted")
     returned = _take_returned_state(compiled)
-    forget_attributes(gm, [str(n.target) for n in compiled.inputs.state if n.op == "get_attr"])
+    for node in compiled.inputs.state:
+        if node.op == "get_attr":  # Dynamo's module lives as long as the optimizer, and would keep the dense state
+            delattr(gm, str(node.target))
     if compiled.in_place:
         return _with_state(_one_program(compiled, example_inputs, settings), returned)
     rest = _Rest(compiled)
@@ -191,8 +191,7 @@ def _executable(compiled: CompiledGraph, rest: _Rest, run_rest: Callable[..., An
 
 def _bind(group: CompiledClass, compiled: CompiledGraph, rest: _Rest) -> UpdateClass:
     regions = [_region(item, compiled, rest) for item in group.regions]
-    device = compiled.inputs.tensors[group.regions[0].model].device
-    return UpdateClass(group.layout, regions, group.quantized, group.dense, device)
+    return UpdateClass(group.layout, regions, group.quantized, group.dense, group.regions[0].device)
 
 
 def _region(item: PlannedRegion, compiled: CompiledGraph, rest: _Rest) -> Region:
@@ -209,5 +208,5 @@ def _region(item: PlannedRegion, compiled: CompiledGraph, rest: _Rest) -> Region
     return Region(
         tuple(source(operand.index) for operand in item.program.operands),
         tuple(source(index) for index in item.program.numbers),
-        row_order(inputs.tensors[item.model]),
+        item.order,
     )

@@ -23,7 +23,7 @@ def test_nothing_is_missing() -> None:
 
 
 def test_a_missing_name_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compat, "NEEDED", (*_compat.NEEDED, ("torch._inductor", "no_such_thing")))
+    monkeypatch.setattr(_compat, "NEEDED", (*_compat.NEEDED, ("torch._inductor", "compile_fx no_such_thing")))
     _compat.require_supported_torch.cache_clear()
     try:
         with pytest.raises(UnsupportedTorchError, match=r"torch._inductor.no_such_thing.*torch 2.11 or newer"):
