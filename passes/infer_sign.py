@@ -1,144 +1,246 @@
-"""Which state is provably never negative.
+"""In which interval each state stays: its sign, and how large it can get, by induction over the steps.
 
-Before: the `elements` graph of an `UpdateProgram`. After: for each state operand, whether its stored value is
-non-negative whenever it was before: the induction step. The induction's start, the value it has now, is checked where
-the state is converted.
+Before: an `UpdateProgram`. After: a `Proof` for each operand: if all written states are in their intervals before a
+step, they are after it. The induction's start, the values that states have now, is checked by whoever converts them: a
+state outside of its interval takes the proofs of all others with it, and asks for new ones with that value in `starts`.
 
-The rules prove what can be read off an expression: a square, a product, sum, quotient or maximum of non-negatives with
-positive constants, an absolute value, a root, an interpolation between non-negatives. Anything else is unknown, and
-unknown is stored with a sign.
+All states begin as what they are created with, zero where nothing is said. Their intervals grow by running the program on
+intervals; a bound that keeps moving jumps to where its changes add up, or is given up for infinity. Once all hold
+together, running the program again narrows what was given up too much (a clamp). Nothing is believed on the way: what is
+returned has passed a last check of all states at once.
+
+Numbers that the update writes (step counters, running products) are taken to be non-negative at first.
+
+Signs and bounds hold in floating point, each operator's rounding included (see `intervals`). What a low-bit format makes
+of a stored value is not part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from qcompile.passes.functionalize import UpdateProgram
+from qcompile.passes.interval_rules import evaluate
+from qcompile.passes.intervals import ANY, COPIES, INF, NON_NEGATIVE, NON_POSITIVE, ZERO, Interval, name_of
 
-Known = Callable[[Any], bool]
+Intervals = list[Interval]
+# How often changes are added up: a state that follows another one settles after it.
+JUMPS = 3
+NARROWINGS = 3
 
 
-def infer_sign(program: UpdateProgram) -> tuple[bool, ...]:
-    """For each operand of the program: True where it is a state that stays non-negative.
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What one step keeps.
 
-    States are assumed non-negative together, and those for which that cannot be kept are dropped until all can.
+    Attributes:
+        operand: which operand of the program.
+        interval: what holds the operand's value after each step, if all states were in theirs before.
+        steps: the operations on the way to the stored value, each with its interval; `{2}` stands for operand 2.
     """
-    candidates = {i for i, operand in enumerate(program.operands) if operand.role == "state" and operand.written}
-    while True:
-        kept = _kept(program, candidates)
-        if kept == candidates:
-            return tuple(i in kept for i in range(len(program.operands)))
-        candidates = kept
+
+    operand: int
+    interval: Interval
+    steps: tuple[str, ...] = ()
+
+    @property
+    def non_negative(self) -> bool:
+        return self.interval in NON_NEGATIVE
+
+    @property
+    def non_positive(self) -> bool:
+        return self.interval in NON_POSITIVE
+
+    @property
+    def bounded(self) -> bool:
+        return self.interval.low > -INF and self.interval.high < INF
+
+    @property
+    def kind(self) -> str:
+        if self.non_negative or self.non_positive:
+            return "non-negative" if self.non_negative else "non-positive"
+        return "bounded" if self.bounded else "unknown"
+
+    def show(self, names: Sequence[str] = ()) -> str:
+        """The proof in lines, with operands called by `names`, or by their number."""
+        outcome = "is kept" if self.interval != ANY else "is all that is known"
+        lines = [f"{{{self.operand}}} in {self.interval} {outcome}" + ":" * bool(self.steps)]
+        return filled("\n".join([*lines, *(f"  {step}" for step in self.steps)]), names)
+
+    def __str__(self) -> str:
+        return self.show()
 
 
-def _kept(program: UpdateProgram, assumed: set[int]) -> set[int]:
-    nodes = list(program.elements.graph.nodes)
-    placeholders = [n for n in nodes if n.op == "placeholder"]
-    proved = {n for i, n in enumerate(placeholders) if i in assumed}
+def filled(template: str, names: Sequence[str]) -> str:
+    """The text with `{2}` replaced by the name of operand 2."""
+    return re.sub(r"\{(\d+)\}", lambda match: names[int(match[1])] if names else f"operand{match[1]}", template)
 
-    def known(value: Any) -> bool:
-        if isinstance(value, fx.Node):
-            return value in proved
-        return isinstance(value, (int, float)) and value >= 0
 
-    for node in nodes:
-        if node.op == "call_function" and _is_non_negative(node, known):
-            proved.add(node)
-    new_values = nodes[-1].args[0]
+def infer_sign(
+    program: UpdateProgram,
+    starts: Sequence[Interval | None] | None = None,
+    number_starts: Sequence[Interval | None] | None = None,
+) -> tuple[Proof, ...]:
+    """A proof for each operand; any value, with no steps, for one that is no written state.
+
+    Args:
+        program: the update.
+        starts: for each operand, what its value can be before the first step; None for zero.
+        number_starts: the same for each of `program.numbers` that is written; None for any that is not negative.
+    """
+    numbers = _number_results(program, number_starts)
+    states = written_states(program)
+    given = starts or [None] * len(program.operands)
+    begin = [given[i] or ZERO for i in states]
+    stored = [new_values(program)[i] for i in states]
+
+    def step(assumed: Intervals) -> Intervals:
+        values = evaluate(program.elements.graph, _inputs(program, dict(zip(states, assumed, strict=True)), numbers))
+        return [values[node] for node in stored]
+
+    kept = dict(zip(states, _induction(begin, step), strict=True))
+    values = evaluate(program.elements.graph, _inputs(program, kept, numbers))
+    return tuple(
+        Proof(i, kept[i], _steps(program, i, values)) if i in kept else Proof(i, ANY)
+        for i in range(len(program.operands))
+    )
+
+
+def intervals_of(
+    program: UpdateProgram, proofs: Sequence[Proof], number_starts: Sequence[Interval | None] | None = None
+) -> dict[fx.Node, Interval]:
+    """What holds the value of each node of `program.elements`, when states are where `proofs` keep them."""
+    assumed = {proof.operand: proof.interval for proof in proofs}
+    return evaluate(program.elements.graph, _inputs(program, assumed, _number_results(program, number_starts)))
+
+
+def written_states(program: UpdateProgram) -> list[int]:
+    return [i for i, operand in enumerate(program.operands) if operand.role == "state" and operand.written]
+
+
+def new_values(program: UpdateProgram) -> dict[int, fx.Node]:
+    """The node whose value each written operand gets."""
+    outputs: Any = list(program.elements.graph.nodes)[-1].args[0]
     written = [i for i, operand in enumerate(program.operands) if operand.written]
-    return {i for i, value in zip(written, new_values, strict=True) if i in assumed and known(value)}
+    return dict(zip(written, outputs, strict=True))
 
 
-def _is_non_negative(node: fx.Node, known: Known) -> bool:
-    rule = RULES.get(str(node.target))
-    return rule is not None and rule(node.args, dict(node.kwargs), known)
+def _inputs(program: UpdateProgram, assumed: dict[int, Interval], numbers: Intervals) -> Intervals:
+    return [*(assumed.get(i, ANY) for i in range(len(program.operands))), *numbers]
 
 
-def _all(args: Any, kwargs: dict[str, Any], known: Known) -> bool:
-    return all(known(a) for a in args) and known(kwargs.get("alpha", 1)) and known(kwargs.get("value", 1))
+def _number_results(program: UpdateProgram, starts: Sequence[Interval | None] | None) -> Intervals:
+    """What the 0-d inputs of `elements` can be, by the same induction over the numbers that the update writes."""
+    outputs: Any = list(program.scalars.graph.nodes)[-1].args[0]
+    results, stored = outputs[: len(program.scalar_dtypes)], outputs[len(program.scalar_dtypes) :]
+    given = starts or [None] * len(program.numbers)
+    begin = [given[i] or NON_NEGATIVE for i in program.written_numbers]
+
+    def values(assumed: Intervals) -> dict[fx.Node, Interval]:
+        known = dict(zip(program.written_numbers, assumed, strict=True))
+        return evaluate(program.scalars.graph, [known.get(i, ANY) for i in range(len(program.numbers))])
+
+    def step(assumed: Intervals) -> Intervals:
+        found = values(assumed)
+        return [found[node] for node in stored]
+
+    found = values(_induction(begin, step))
+    return [found[node] for node in results]
 
 
-def _product(args: Any, kwargs: dict[str, Any], known: Known) -> bool:
-    return args[0] is args[1] or (known(args[0]) and known(args[1]))
+def _induction(begin: Intervals, step: Callable[[Intervals], Intervals]) -> Intervals:
+    """Intervals with `begin` in them, and with step(them) in them."""
+
+    def grown(found: Intervals) -> Intervals:
+        return [old | new for old, new in zip(found, step(found), strict=True)]
+
+    found = begin
+    for _ in range(JUMPS):
+        one = grown(found)
+        two = grown(one)
+        three = grown(two)
+        found = [_jump(*changes) for changes in zip(one, two, three, strict=True)]
+    while (larger := grown(found)) != found:
+        found = [_given_up(old, new) for old, new in zip(found, larger, strict=True)]
+    for _ in range(NARROWINGS):
+        narrow = [first | new for first, new in zip(begin, step(found), strict=True)]
+        if not all(new in old for new, old in zip(step(narrow), narrow, strict=True)):
+            break
+        found = narrow
+    return found
 
 
-def _plus_product(args: Any, kwargs: dict[str, Any], known: Known) -> bool:
-    return known(args[0]) and known(kwargs.get("value", 1)) and _product(args[1:], {}, known)
+def _jump(one: Interval, two: Interval, three: Interval) -> Interval:
+    return Interval(_limit(one.low, two.low, three.low, -1), _limit(one.high, two.high, three.high, 1))
 
 
-def _fused_multiply_add(args: Any, kwargs: dict[str, Any], known: Known) -> bool:
-    return known(args[2]) and _product(args[:2], {}, known)
+def _limit(one: float, two: float, three: float, outward: int) -> float:
+    """Where a bound goes whose changes shrink by a constant factor (an average's do); a little beyond, to be certain."""
+    first, second = two - one, three - two
+    if not (0 < abs(second) < abs(first) < INF):
+        return three
+    ratio = second / first
+    end = three + second * ratio / (1 - ratio)
+    return 0.0 if abs(end) < 1e-6 * abs(one) else end + outward * 1e-6 * abs(end)
 
 
-def _even_power(args: Any, kwargs: dict[str, Any], known: Known) -> bool:
-    return known(args[0]) or (isinstance(args[1], (int, float)) and args[1] % 2 == 0)
+def _given_up(old: Interval, new: Interval) -> Interval:
+    """Bounds that still move are replaced by zero, where it is on their way, or by none."""
+    low = old.low if new.low == old.low else 0.0 if new.low >= 0 else -INF
+    high = old.high if new.high == old.high else 0.0 if new.high <= 0 else INF
+    return Interval(low, high)
 
 
-def _any(args: Any, kwargs: dict[str, Any], known: Known) -> bool:
-    return any(known(a) for a in args)
+def _steps(program: UpdateProgram, operand: int, values: dict[fx.Node, Interval]) -> tuple[str, ...]:
+    """One line per input with a known interval and per operation that the stored value is made of."""
+    stored = source_of(new_values(program)[operand])
+    needed = ancestors(stored)
+    names: dict[fx.Node, str] = {}
+    lines: list[str] = []
+    count = 0
+    for i, node in enumerate(program.elements.graph.nodes):
+        if node.op == "placeholder":
+            is_number = i >= len(program.operands)
+            names[node] = f"number{i - len(program.operands)}" if is_number else f"{{{i}}}"
+            if node in needed and i != operand and values[node] != ANY:
+                lines.append(f"{names[node]} in {values[node]}")
+        elif node in needed and source_of(node) is node:
+            count += 1
+            call = f"{name_of(node).split('.')[-1]}({', '.join(_shown(node, names))})"
+            names[node] = f"x{count}"
+            lines.append(f"{'' if node is stored else f'x{count} = '}{call} in {values[node]}")
+    return tuple(lines)
 
 
-def _first(args: Any, kwargs: dict[str, Any], known: Known) -> bool:
-    return known(args[0])
+def source_of(node: fx.Node) -> fx.Node:
+    """What the node is a copy of."""
+    while name_of(node) in COPIES and isinstance(source := node.args[COPIES[name_of(node)]], fx.Node):
+        node = source
+    return node
 
 
-def _second(args: Any, kwargs: dict[str, Any], known: Known) -> bool:
-    return known(args[1])
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """Those that its value is made of, itself included, with copies skipped."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = source_of(stack.pop())
+        if current not in found:
+            found.add(current)
+            stack.extend(current.all_input_nodes)
+    return found
 
 
-def _interpolation(args: Any, kwargs: dict[str, Any], known: Known) -> bool:
-    weight = args[2]
-    return known(args[0]) and known(args[1]) and isinstance(weight, (int, float)) and 0 <= weight <= 1
+def _shown(node: fx.Node, names: dict[fx.Node, str]) -> list[str]:
+    shown = [("", arg) for arg in node.args]
+    shown += [(f"{key}=", arg) for key, arg in node.kwargs.items() if key in ("alpha", "value", "weight", "min", "max")]
+    return [key + (names[source_of(arg)] if isinstance(arg, fx.Node) else number_text(arg)) for key, arg in shown]
 
 
-def _branches(args: Any, kwargs: dict[str, Any], known: Known) -> bool:
-    return known(args[1]) and known(args[2])
-
-
-def _lower_bound(args: Any, kwargs: dict[str, Any], known: Known) -> bool:
-    bound = args[1] if len(args) > 1 else kwargs.get("min")
-    upper = args[2] if len(args) > 2 else kwargs.get("max")
-    return (known(args[0]) or (bound is not None and known(bound))) and (upper is None or known(upper))
-
-
-def _always(args: Any, kwargs: dict[str, Any], known: Known) -> bool:
-    return True
-
-
-# By the operator's name, so that one which a torch does not have yet needs no special case.
-RULES: dict[str, Callable[[Any, dict[str, Any], Known], bool]] = {
-    "aten.abs.default": _always,
-    "aten.add.Scalar": _all,
-    "aten.add.Tensor": _all,
-    "aten.addcdiv.default": _all,
-    "aten.addcmul.default": _plus_product,
-    "aten.clamp.Tensor": _lower_bound,
-    "aten.clamp.default": _lower_bound,
-    "aten.clamp_min.Tensor": _any,
-    "aten.clamp_min.default": _any,
-    "aten.clone.default": _first,
-    "aten._to_copy.default": _first,
-    "aten.copy.default": _second,
-    "aten.div.Scalar": _all,
-    "aten.div.Tensor": _all,
-    "aten.exp.default": _always,
-    "aten.full_like.default": _second,
-    "aten.lerp.Scalar": _interpolation,
-    "aten.maximum.default": _any,
-    "aten.minimum.default": _all,
-    "aten.mul.Scalar": _product,
-    "aten.mul.Tensor": _product,
-    "aten.ones_like.default": _always,
-    "aten.pow.Tensor_Scalar": _even_power,
-    "aten.reciprocal.default": _first,
-    "aten.relu.default": _always,
-    "aten.rsqrt.default": _first,
-    "aten.sqrt.default": _first,
-    "aten.square.default": _always,
-    "aten.where.self": _branches,
-    "aten.zeros_like.default": _always,
-    "prims.fma.default": _fused_multiply_add,
-}
+def number_text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -187,7 +187,7 @@ def _program(region: Region, inputs: Inputs) -> Facts:
     if region.key not in _PROGRAMS:
         try:
             program = functionalize(region, inputs)
-            signs = infer_sign(program)
+            signs = tuple(proof.non_negative for proof in infer_sign(program))
             _PROGRAMS[region.key] = program, signs, infer_preconditioner(program, signs)
         except NotElementwise as reason:
             _PROGRAMS[region.key] = reason

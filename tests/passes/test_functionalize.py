@@ -1,4 +1,4 @@
-"""Programs of real optimizers: snapshots of the two graphs, what is refused, and what is proved about signs."""
+"""Programs of real optimizers: snapshots of the two graphs, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import fx
 from torch.optim import Optimizer
 
 from qcompile.passes.functionalize import UpdateProgram
-from qcompile.passes.infer_sign import infer_sign
 
 
 def text(gm: fx.GraphModule) -> str:
@@ -36,22 +35,6 @@ def programs(capture, analyse, optimizer: Optimizer) -> list[UpdateProgram]:
     step_once(optimizer)
     compiled = analyse(*capture(optimizer.step), min_numel=0, block_size=32)
     return [item.program for group in compiled.classes for item in group.regions]
-
-
-def signs(capture, analyse, optimizer: Optimizer) -> dict[str, bool]:
-    """Whether each state of the only parameter was proved non-negative, by key."""
-    step_once(optimizer)
-    compiled = analyse(*capture(optimizer.step), min_numel=0, block_size=32)
-    (group,) = compiled.classes
-    (item,) = group.regions
-    proved = infer_sign(item.program)
-    keys = {id(v): k for s in optimizer.state.values() for k, v in s.items()}
-    nodes = [item.region.inputs[o.index] for o in item.program.operands]
-    return {
-        keys[id(compiled.inputs.tensors[n])]: s
-        for n, s in zip(nodes, proved, strict=True)
-        if n in compiled.inputs.state
-    }
 
 
 def test_momentum(capture, analyse, params) -> None:
@@ -84,29 +67,6 @@ _to_copy_default = aten._to_copy.default(neg, dtype=torch.float32)
 return [_to_copy_default, add]""",
     )
     assert len(program.scalar_dtypes) == len(program.written_numbers) == 1
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), {"exp_avg": False, "exp_avg_sq": True, "max_exp_avg_sq": True}),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), {"exp_avg": False, "exp_avg_sq": True}),
-        (lambda p: torch.optim.NAdam(p), {"exp_avg": False, "exp_avg_sq": True}),
-        (lambda p: torch.optim.RAdam(p), {"exp_avg": False, "exp_avg_sq": True}),
-        (lambda p: torch.optim.Adamax(p), {"exp_avg": False, "exp_inf": True}),
-        (lambda p: torch.optim.Adagrad(p), {"sum": True}),
-        (lambda p: torch.optim.Adadelta(p), {"square_avg": True, "acc_delta": True}),
-        (
-            lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
-            {"square_avg": True, "momentum_buffer": False, "grad_avg": False},
-        ),
-        (lambda p: torch.optim.SGD(p, momentum=0.9), {"momentum_buffer": False}),
-        (lambda p: torch.optim.ASGD(p), {"ax": False}),
-    ],
-    ids=["AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "SGD", "ASGD"],
-)
-def test_signs(capture, analyse, params, make, expected: dict[str, bool]) -> None:
-    assert signs(capture, analyse, make(params((8, 8)))) == expected
 
 
 class Refused(Optimizer):
@@ -156,20 +116,3 @@ def test_complex_is_refused(capture, analyse) -> None:
     assert not compiled.classes
     assert len(compiled.refused) == 2
     assert all(plan.format is None for plan in compiled.refused.values())
-
-
-def test_a_state_that_can_become_negative_is_signed(capture, analyse, params) -> None:
-    def update(p, g, m) -> None:
-        m.mul_(0.9).add_(g * g).sub_(0.1)
-        p.sub_(m)
-
-    optimizer = Refused(params((8, 8)), update)
-    assert signs(capture, analyse, optimizer) == {"m": False}
-
-
-def test_interpolation_with_a_square_is_non_negative(capture, analyse, params) -> None:
-    def update(p, g, m) -> None:
-        m.lerp_(g.square(), 0.1)
-        p.sub_(g / m.sqrt())
-
-    assert signs(capture, analyse, Refused(params((8, 8)), update)) == {"m": True}
