@@ -169,10 +169,28 @@ def as_plain_inputs(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def whole_step_tracing() -> contextlib.AbstractContextManager[None]:
-    """Let Dynamo trace `backward()` into the graph."""
+    """Let Dynamo trace `backward()` and `item()` into the graph."""
     import torch._dynamo.config as dynamo_config
 
-    return cast("contextlib.AbstractContextManager[None]", dynamo_config.patch(trace_autograd_ops=True))
+    patch = dynamo_config.patch(trace_autograd_ops=True, capture_scalar_outputs=True)
+    return cast("contextlib.AbstractContextManager[None]", patch)
+
+
+def exchange_dynamo_settings(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Set `torch._dynamo.config` from now on; gives what it was."""
+    import torch._dynamo.config as dynamo_config
+
+    before = {name: getattr(dynamo_config, name) for name in wanted}
+    for name, value in wanted.items():
+        setattr(dynamo_config, name, value)
+    return before
+
+
+def mark_static(tensor: Tensor) -> None:
+    """Let Dynamo trace a tensor with the sizes it has, whatever it saw in its place before."""
+    from torch._dynamo import mark_static
+
+    mark_static(tensor)
 
 
 # -- Dynamo's graph ------------------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ from torch import Tensor, fx
 
 from qcompile import hooks
 from qcompile._compat import (
+    example_of,
     inductor_settings,
+    mark_static,
     require_supported_torch,
     stock_inductor,
     trace_again,
@@ -31,6 +33,7 @@ from qcompile.passes.split_updates import erase_regions
 from qcompile.plan import apply_plans, refusals
 from qcompile.runtime.launch import Region, Source, UpdateClass
 from qcompile.runtime.region_op import forget
+from qcompile.runtime.state import QuantizedState
 
 
 def qstate(
@@ -60,6 +63,12 @@ def qstate(
     settings = inductor_settings(mode, chosen.inductor)
     if not updates_state(gm, example_inputs):
         return stock_inductor(gm, example_inputs, settings)
+    if changing := _of_changing_shape(gm, example_inputs):
+        for tensor in changing:
+            for held in tensor.stored if isinstance(tensor, QuantizedState) else [tensor]:
+                mark_static(held)
+            mark_static(tensor)
+        trace_again("an update is compiled for each shape")
     compiled = compile_updates(gm, example_inputs, chosen, settings)
     if chosen.strict and (found := refusals(compiled)):
         raise NotQuantizedError(found)
@@ -76,6 +85,17 @@ def qstate(
 
 
 hooks.install(qstate)
+
+
+def _of_changing_shape(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Tensor]:
+    """Tensors that Dynamo traced with symbolic sizes, because it saw others in their place: a function per parameter."""
+    placeholders = (n for n in gm.graph.nodes if n.op == "placeholder")
+    pairs = ((example_of(n), value) for n, value in zip(placeholders, example_inputs, strict=True))
+    return [
+        value
+        for example, value in pairs
+        if isinstance(example, Tensor) and not all(isinstance(s, int) for s in example.shape)
+    ]
 
 
 def _take_returned_state(compiled: CompiledGraph) -> dict[int, Source]:

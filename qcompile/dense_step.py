@@ -38,20 +38,24 @@ class Activity:
 
 
 activity = Activity()
-# The optimizers whose steps are running, innermost last, with what had happened when they began.
-_running: list[tuple[weakref.ref[Optimizer], Activity]] = []
+# The optimizers whose steps are running, innermost last, with what had happened when they began, and Dynamo's settings then.
+_running: list[tuple[weakref.ref[Optimizer], Activity, dict[str, Any]]] = []
+# While a step runs: step counters that are tensors are read by `item()`, which would cut the step in two; a function that
+# is called for each parameter is compiled for each shape, and there are more than 8.
+SETTINGS = {"capture_scalar_outputs": True, "recompile_limit": 256, "accumulated_recompile_limit": 4096}
 
 
 def begin_step(optimizer: Optimizer) -> None:
     """Called in front of every step that Dynamo runs for our backend."""
-    _running.append((weakref.ref(optimizer), dataclasses.replace(activity)))
+    _running.append((weakref.ref(optimizer), dataclasses.replace(activity), _compat.exchange_dynamo_settings(SETTINGS)))
 
 
 def end_step(optimizer: Optimizer, options: Options) -> bool:
     """Called behind every step for which `begin_step` was. Whether anything was compiled in it."""
     began = dataclasses.replace(activity)
     while _running:  # steps that ended with an exception are still here
-        reference, then = _running.pop()
+        reference, then, settings = _running.pop()
+        _compat.exchange_dynamo_settings(settings)
         if reference() is optimizer:
             began = then
             break
