@@ -20,7 +20,7 @@ from qcompile.exc import FormatMismatchError
 from qcompile.options import Choices
 from qcompile.passes.find_state import Inputs
 from qcompile.passes.functionalize import UpdateProgram
-from qcompile.passes.infer_preconditioner import Preconditioner
+from qcompile.passes.infer_preconditioner import Preconditioner, storage_pairs
 from qcompile.passes.outline_updates import Region
 from qcompile.recipes import Recipe
 from qcompile.runtime.formats import Format, row_block_size
@@ -76,7 +76,11 @@ def plan_storage(
             node = region.inputs[operand.index]
             tensor = inputs.tensors[node]
             choices[i] = _Choice(node, tensor, operand.written, proved and not has_negative(tensor), None)
-    pairs = {p.first: p.second for p in preconditioners if p.second in choices and choices[p.second].non_negative}
+    pairs = {
+        i: pair
+        for i, pair in storage_pairs(preconditioners).items()
+        if pair.second in choices and choices[pair.second].non_negative
+    }
     for i, choice in choices.items():
         kind = "first" if i in pairs else "second" if choice.non_negative else "signed"
         _choose(choice, kind, inputs, wanted)
@@ -162,29 +166,35 @@ def _refusal(choice: _Choice, fmt: Format, wanted: Choices) -> tuple[str | None,
     return None, False
 
 
-def _fitted(i: int, choices: dict[int, _Choice], pairs: dict[int, int], inputs: Inputs, wanted: Choices) -> Format:
+def _fitted(
+    i: int, choices: dict[int, _Choice], pairs: dict[int, Preconditioner], inputs: Inputs, wanted: Choices
+) -> Format:
     """The format with what it needs to know of the optimizer, or the next best where the update does not offer that."""
     choice = choices[i]
     fmt, slot = choice.format, inputs.state[choice.node]
     assert fmt is not None
     if fmt.coordinate == "update":
-        partner = choices[pairs[i]] if i in pairs else None
+        partner = choices[pairs[i].second] if i in pairs else None
         if partner is not None and partner.format is not None:
             key = inputs.state[partner.node].key
-            return dataclasses.replace(fmt, partner=key, eps=_eps_of(slot.optimizer(), slot.param))
+            return dataclasses.replace(fmt, partner=key, eps=_eps_of(pairs[i], slot.optimizer(), slot.param))
         given = wanted.recipe_for(slot.param, slot.key)
         if isinstance(given, Format) or given.signed is None:
             found = "no quantized second moment divides it"
             raise FormatMismatchError(slot.key, tuple(choice.tensor.shape), str(fmt), found)
         return _sized(given.signed, slot.param, given, wanted)
     if fmt.rounding == "preconditioner":
-        if i in pairs.values():
-            return dataclasses.replace(fmt, eps=_eps_of(slot.optimizer(), slot.param))
+        pair = next((pair for pair in pairs.values() if pair.second == i), None)
+        if pair is not None:
+            return dataclasses.replace(fmt, eps=_eps_of(pair, slot.optimizer(), slot.param))
         return dataclasses.replace(fmt, rounding="stochastic", eps=0.0)
     return fmt
 
 
-def _eps_of(optimizer: Optimizer | None, param: Tensor) -> float:
+def _eps_of(pair: Preconditioner, optimizer: Optimizer | None, param: Tensor) -> float:
+    """As the update has it; where that depends on a number which is an input, as its group says."""
+    if pair.eps is not None:
+        return pair.eps
     for group in optimizer.param_groups if optimizer is not None else ():
         if any(param is p for p in group["params"]) and isinstance(group.get("eps"), float | Tensor):
             return float(group["eps"])
