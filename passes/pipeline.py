@@ -8,7 +8,11 @@
     per distinct region program, once:
       functionalize    the other passes read a single-assignment ATen program
       infer_sign       on the program before decomposition, where a square is still visible
+      find_constraints needs the intervals: what they do not prove to be where a root is defined
       infer_preconditioner  needs the signs: it is a non-negative state that divides
+      infer_memory     needs them too
+    a region that is not elementwise, once:
+      split_updates    needs to know that it is not; what it makes of it is analysed like any other region
     per region:
       plan_storage     needs the tensors (size, strides, values), so it is made for each region
     per program and storage, once per process:
@@ -30,15 +34,15 @@ from torch import Tensor, fx
 
 from qcompile._compat import code_language, copy_of
 from qcompile.options import Choices, Options
+from qcompile.passes.analyse import Analysed, analyse
 from qcompile.passes.find_state import Inputs, find_state
 from qcompile.passes.flatten_foreach import flatten_foreach
-from qcompile.passes.functionalize import NotElementwise, UpdateProgram, functionalize
-from qcompile.passes.infer_preconditioner import Preconditioner, infer_preconditioner
-from qcompile.passes.infer_sign import infer_sign
+from qcompile.passes.functionalize import NotElementwise, UpdateProgram
+from qcompile.passes.infer_preconditioner import Preconditioner
 from qcompile.passes.keep_replaced import keep_replaced
 from qcompile.passes.lower import lower
 from qcompile.passes.outline_updates import Region, outline_updates
-from qcompile.passes.plan_storage import Analysed, StatePlan, node_of_param, plan_storage, refuse_state
+from qcompile.passes.plan_storage import StatePlan, node_of_param, plan_storage, refuse_state
 from qcompile.passes.quantize_update import Storage, quantize_update
 from qcompile.passes.split_updates import split_update
 from qcompile.passes.thread_writes import thread_writes, written_by
@@ -148,8 +152,6 @@ def compile_updates(
 
 
 # Kept for the life of the process: a reloaded checkpoint or a new parameter group compiles nothing again.
-Facts = tuple[UpdateProgram, tuple[bool, ...], tuple[Preconditioner, ...]]
-_PROGRAMS: dict[str, Facts | NotElementwise] = {}
 _KERNELS: dict[tuple[Any, ...], Kernel] = {}
 
 
@@ -168,7 +170,7 @@ def _analyse(
     analysed: list[Analysed] = []
     refused: dict[fx.Node, str] = {}
     try:
-        return [Analysed(region, *_program(region, inputs))], {}, {}
+        return [analyse(region, inputs)], {}, {}
     except NotElementwise:
         try:
             split = split_update(gm, region, inputs)
@@ -177,24 +179,10 @@ def _analyse(
     dense = split.dense
     for part in split.regions:
         try:
-            analysed.append(Analysed(part, *_program(part, inputs)))
+            analysed.append(analyse(part, inputs))
         except NotElementwise as reason:
             refused.update({n: str(reason) for n in part.inputs if n in inputs.state})
     return analysed, dense, refused
-
-
-def _program(region: Region, inputs: Inputs) -> Facts:
-    if region.key not in _PROGRAMS:
-        try:
-            program = functionalize(region, inputs)
-            signs = tuple(proof.non_negative for proof in infer_sign(program))
-            _PROGRAMS[region.key] = program, signs, infer_preconditioner(program, signs)
-        except NotElementwise as reason:
-            _PROGRAMS[region.key] = reason
-    found = _PROGRAMS[region.key]
-    if isinstance(found, NotElementwise):
-        raise found
-    return found
 
 
 def _compile_class(group: tuple[PlannedRegion, ...], inputs: Inputs, settings: Mapping[str, Any]) -> CompiledClass:

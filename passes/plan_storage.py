@@ -1,17 +1,21 @@
-"""Which format each state buffer of a region gets, or why it stays dense.
+"""Which format each state buffer of an update gets, or why it stays dense.
 
-Before: a region, its program (or the reason why it has none) and what was proved about signs and quotients. After: one
-`StatePlan` per state buffer. Nothing is converted here. A refusal is no error: it is a reason that the user can read.
+Before: the regions of an update, and what was proved about them. After: one `StatePlan` per state buffer. Nothing is
+converted here. A refusal is no error: it is a reason that the user can read.
 
-All quantized buffers of a region share one block size, the least of those that their formats ask for: the kernel runs
-over the blocks of all of them at once.
+Dense, whatever the recipe, stays state that would not survive being rounded: what has to keep a relation to other state
+that is not proved (the difference under the root of centered RMSprop), copies and averages of the parameter, signed sums
+without decay, and matrices that are inverted.
+
+All quantized buffers of an update that have one shape share one block size, the least of those that their formats ask for:
+a kernel runs over the blocks of all its buffers at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
@@ -19,13 +23,17 @@ from torch.optim import Optimizer
 
 from qcompile.exc import FormatMismatchError
 from qcompile.options import Choices
+from qcompile.passes.analyse import Analysed, range_now
 from qcompile.passes.find_state import Inputs, Slot
-from qcompile.passes.functionalize import UpdateProgram
-from qcompile.passes.infer_preconditioner import Preconditioner
+from qcompile.passes.infer_preconditioner import Preconditioner, storage_pairs
 from qcompile.passes.outline_updates import Region
 from qcompile.recipes import Recipe
 from qcompile.runtime.formats import Format, row_block_size
 from qcompile.runtime.state import QuantizedState
+
+AVERAGE = "an average of the parameter: it is read as weights, and moves less per step than rounding does"
+COPY = "a copy of the parameter: it is read as weights"
+SUM = "it adds up without decay, so that rounding errors would add up too"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,50 +42,44 @@ class StatePlan:
 
     Attributes:
         slot: where the buffer lives.
-        non_negative: whether the state was proved to stay non-negative, and is so now.
+        proved: what was proved of its values: "non-negative", "non-positive", "bounded" or "unknown".
         format: how it is stored; None means dense.
         reason: why it stays dense; None when it is quantized.
         by_choice: whether the user asked for dense (recipe, `min_numel`, override), so that `strict` does not object.
         partner: the second moment that a first moment in update space is stored relative to.
+        facts: what was found out, for people to read: the proof, what it remembers, how it enters the update.
     """
 
     slot: Slot
-    non_negative: bool
+    proved: str
     format: Format | None
     reason: str | None
     by_choice: bool = False
     partner: Slot | None = None
+    facts: tuple[str, ...] = ()
+
+    @property
+    def non_negative(self) -> bool:
+        return self.proved == "non-negative"
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What is being decided for one operand."""
+    """What is being decided for one state buffer; `parts` counts the regions that touch it."""
 
     node: fx.Node
     tensor: Tensor
-    written: bool
-    non_negative: bool
-    format: Format | None
+    written: bool = False
+    proved: str = "unknown"
+    format: Format | None = None
     reason: str | None = None
     by_choice: bool = False
     partner: Slot | None = None
     parts: int = 0
+    facts: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Analysed:
-    """A region and what is known of it."""
-
-    region: Region
-    program: UpdateProgram
-    signs: tuple[bool, ...]
-    preconditioners: tuple[Preconditioner, ...]
-
-    def state(self) -> Iterator[tuple[int, fx.Node]]:
-        """Operands of the program that are state, and the inputs of the region that they are."""
-        for i, operand in enumerate(self.program.operands):
-            if operand.role == "state":
-                yield i, self.region.inputs[operand.index]
+Pairs = dict[fx.Node, tuple[fx.Node, Preconditioner]]
 
 
 def plan_storage(
@@ -85,19 +87,21 @@ def plan_storage(
 ) -> dict[fx.Node, StatePlan]:
     """Plans of all state that the regions of one update touch; `dense` are those that had better stay so, with reasons."""
     choices: dict[fx.Node, _Choice] = {}
+    fragile = dict(dense)
     for part in parts:
+        fragile.update(_fragile(part, inputs))
         for i, node in part.state():
-            tensor, written = inputs.tensors[node], part.program.operands[i].written
-            choice = choices.setdefault(node, _Choice(node, tensor, False, False, None))
+            choice = choices.setdefault(node, _Choice(node, inputs.tensors[node]))
             choice.parts += 1
-            choice.written |= written
-            choice.non_negative |= written and part.signs[i] and not has_negative(tensor)
-    pairs = {first: second for part in parts for first, second in _pairs(part, choices)}
+            if part.program.operands[i].written:
+                choice.written, choice.proved = True, part.proofs[i].kind
+                choice.facts += part.facts(i, inputs)
+    pairs = {first: pair for part in parts for first, pair in _pairs(part, choices)}
     for node, choice in choices.items():
-        kind = "first" if node in pairs else "second" if choice.non_negative else "signed"
+        kind = "first" if node in pairs else "second" if choice.proved == "non-negative" else "signed"
         _choose(choice, kind, inputs, wanted)
-        if choice.format is not None and node in dense:
-            choice.format, choice.reason = None, dense[node]
+        if choice.format is not None and node in fragile:
+            choice.format, choice.reason = None, fragile[node]
     for node, choice in choices.items():
         if choice.format is not None:
             choice.format = _fitted(node, choices, pairs, inputs, wanted)
@@ -110,19 +114,38 @@ def plan_storage(
     return {node: _plan(choice, inputs) for node, choice in choices.items()}
 
 
-def _pairs(part: Analysed, choices: dict[fx.Node, _Choice]) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _pairs(part: Analysed, choices: dict[fx.Node, _Choice]) -> Iterator[tuple[fx.Node, tuple[fx.Node, Preconditioner]]]:
     """First moments and the second moments that divide them, both read and written in this region alone."""
     nodes = dict(part.state())
-    for found in part.preconditioners:
-        if found.first in nodes and found.second in nodes:
-            first, second = nodes[found.first], nodes[found.second]
-            if choices[second].non_negative and choices[first].parts == choices[second].parts == 1:
-                yield first, second
+    for i, found in storage_pairs(part.preconditioners).items():
+        if i in nodes and found.second in nodes:
+            first, second = nodes[i], nodes[found.second]
+            alone = choices[first].parts == choices[second].parts == 1
+            if choices[second].proved == "non-negative" and alone:
+                yield first, (second, found)
+
+
+def _fragile(part: Analysed, inputs: Inputs) -> Iterator[tuple[fx.Node, str]]:
+    """State of a region that would not survive being rounded, with reasons."""
+    nodes = dict(part.state())
+    for constraint in part.constraints:
+        reason = f"the update needs {constraint.show(part.names(inputs))}, which rounding can break"
+        yield from ((nodes[i], reason) for i in constraint.states if i in nodes)
+    for i, node in nodes.items():
+        memory, param = part.memories[i], inputs.state[node].param
+        if memory is None:
+            continue
+        if memory.kind == "copy of the parameter" or (param is not None and is_copy(inputs.tensors[node], param)):
+            yield node, COPY
+        elif memory.kind == "average of the parameter":
+            yield node, AVERAGE
+        elif memory.kind == "sum" and not (part.proofs[i].non_negative or part.proofs[i].non_positive):
+            yield node, SUM
 
 
 def refuse_state(node: fx.Node, inputs: Inputs, reason: str, wanted: Choices) -> StatePlan:
     """The plan of a state buffer that no region could take."""
-    choice = _Choice(node, inputs.tensors[node], True, False, None)
+    choice = _Choice(node, inputs.tensors[node], written=True)
     _choose(choice, "signed", inputs, wanted)
     choice.format = None
     if not choice.by_choice:
@@ -137,13 +160,6 @@ def node_of_param(region: Region, inputs: Inputs) -> fx.Node:
     )
 
 
-def has_negative(tensor: Tensor) -> bool:
-    """Whether a state holds a negative value now."""
-    if isinstance(tensor, QuantizedState):
-        return tensor.format.signed and bool((tensor.dequantize() < 0).any())
-    return bool((tensor < 0).any())
-
-
 def new_state_format(slot: Slot, state: Tensor, wanted: Choices) -> Format | None:
     """How state is stored about which only its values are known yet, until the graph says more.
 
@@ -151,7 +167,7 @@ def new_state_format(slot: Slot, state: Tensor, wanted: Choices) -> Format | Non
     """
     given = wanted.recipe_for(slot.param, slot.key)
     recipe = wanted.options.chosen if isinstance(given, Format) else given
-    fmt = recipe.second if bool(state.any()) and not has_negative(state) else recipe.signed
+    fmt = recipe.second if bool(state.any()) and range_now(state).low >= 0 else recipe.signed
     return None if fmt is None else _sized(fmt, state, recipe, wanted)
 
 
@@ -170,7 +186,7 @@ def _choose(choice: _Choice, kind: str, inputs: Inputs, wanted: Choices) -> None
     given = wanted.recipe_for(slot.param, slot.key)
     if isinstance(given, Format):
         fmt = given
-        if not fmt.signed and not choice.non_negative:
+        if not fmt.signed and choice.proved != "non-negative":
             raise FormatMismatchError(slot.key, tuple(choice.tensor.shape), str(fmt), "it may be negative")
     elif (of_recipe := getattr(given, kind)) is not None:
         fmt = _sized(of_recipe, choice.tensor, given, wanted)
@@ -205,35 +221,34 @@ def _refusal(choice: _Choice, fmt: Format, wanted: Choices) -> tuple[str | None,
     return None, False
 
 
-def _fitted(
-    i: fx.Node,
-    choices: dict[fx.Node, _Choice],
-    pairs: dict[fx.Node, fx.Node],
-    inputs: Inputs,
-    wanted: Choices,
-) -> Format:
+def _fitted(node: fx.Node, choices: dict[fx.Node, _Choice], pairs: Pairs, inputs: Inputs, wanted: Choices) -> Format:
     """The format with what it needs to know of the optimizer, or the next best where the update does not offer that."""
-    choice = choices[i]
-    fmt, slot = choice.format, inputs.state[choice.node]
+    choice = choices[node]
+    fmt, slot = choice.format, inputs.state[node]
     assert fmt is not None
     if fmt.coordinate == "update":
-        partner = choices[pairs[i]] if i in pairs else None
-        if partner is not None and partner.format is not None:
-            choice.partner = inputs.state[partner.node]
-            return dataclasses.replace(fmt, partner=choice.partner.key, eps=_eps_of(slot.optimizer(), slot.param))
+        partner, pair = pairs.get(node, (None, None))
+        if partner is not None and pair is not None and choices[partner].format is not None:
+            choice.partner = inputs.state[partner]
+            eps = _eps_of(pair, slot.optimizer(), slot.param)
+            return dataclasses.replace(fmt, partner=choice.partner.key, eps=eps)
         given = wanted.recipe_for(slot.param, slot.key)
         if isinstance(given, Format) or given.signed is None:
             found = "no quantized second moment divides it"
             raise FormatMismatchError(slot.key, tuple(choice.tensor.shape), str(fmt), found)
         return _sized(given.signed, choice.tensor, given, wanted)
     if fmt.rounding == "preconditioner":
-        if i in pairs.values():
-            return dataclasses.replace(fmt, eps=_eps_of(slot.optimizer(), slot.param))
+        found_pair = next((pair for second, pair in pairs.values() if second is node), None)
+        if found_pair is not None:
+            return dataclasses.replace(fmt, eps=_eps_of(found_pair, slot.optimizer(), slot.param))
         return dataclasses.replace(fmt, rounding="stochastic", eps=0.0)
     return fmt
 
 
-def _eps_of(optimizer: Optimizer | None, param: Tensor | None) -> float:
+def _eps_of(pair: Preconditioner, optimizer: Optimizer | None, param: Tensor | None) -> float:
+    """As the update has it; where that depends on a number which is an input, as its group says."""
+    if pair.eps is not None:
+        return pair.eps
     for group in optimizer.param_groups if optimizer is not None else ():
         if any(param is p for p in group["params"]) and isinstance(group.get("eps"), float | Tensor):
             return float(group["eps"])
@@ -244,9 +259,10 @@ def _plan(choice: _Choice, inputs: Inputs) -> StatePlan:
     slot = inputs.state[choice.node]
     return StatePlan(
         slot,
-        choice.non_negative,
+        choice.proved,
         choice.format,
         choice.reason,
         choice.by_choice,
         choice.partner,
+        tuple(choice.facts),
     )

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from qcompile._compat import SymbolicRows, trace
 from qcompile.passes.functionalize import UpdateProgram
-from qcompile.passes.infer_preconditioner import Preconditioner
+from qcompile.passes.infer_preconditioner import Preconditioner, storage_pairs
 from qcompile.runtime.codecs import (
     Context,
     Parts,
@@ -130,7 +130,11 @@ class _Build:
     @property
     def order(self) -> list[int]:
         """Operands in an order in which the second moment comes before the first that is stored relative to it."""
-        return sorted(range(len(self.storage)), key=lambda i: i in {p.first for p in self.preconditioners})
+        return sorted(range(len(self.storage)), key=lambda i: i in self.pairs)
+
+    @property
+    def pairs(self) -> dict[int, Preconditioner]:
+        return storage_pairs(self.preconditioners)
 
     def kernel(self, *args: Tensor) -> tuple[Tensor, ...]:
         left = iter(args)
@@ -168,7 +172,7 @@ class _Build:
     ) -> list[Tensor]:
         copies: list[tuple[Tensor, Tensor]] = []
         reduced: dict[int, Parts] = {}
-        seconds = {p.second for p in self.preconditioners if self._relative(p.first)}
+        seconds = {pair.second for first, pair in self.pairs.items() if self._relative(first)}
         decoded: dict[int, Parts] = {}
         for i in (i for i in self.order if i in new):
             cell, fmt = cells[i], self.storage[i]
@@ -215,9 +219,9 @@ class _Build:
             rows = cell.blocks[0].shape[0]
             draw = Draw(cell.counter[0], cell.counter[1] - last, first_row, rows, self.block_size)
         if fmt.coordinate == "update":
-            pair = next(p for p in self.preconditioners if p.first == i)
-            denominator = update_denominator([part.to(torch.float32) for part in decoded[pair.second]], fmt.eps)
+            v = decoded[self.pairs[i].second]
+            denominator = update_denominator([part.to(torch.float32) for part in v], fmt.eps)
         if fmt.rounding != "preconditioner":
             return Context(denominator, None, draw)
-        pair = next(p for p in self.preconditioners if p.second == i)
-        return Context(denominator, lambda v: 1.0 / fx.Interpreter(pair.denominator).run(v, *numbers), draw)
+        pair = next(pair for pair in self.pairs.values() if pair.second == i)
+        return Context(denominator, lambda v: pair.preconditioner(v, *numbers), draw)

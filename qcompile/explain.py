@@ -34,6 +34,8 @@ class StateReport:
         dense_bytes: size without quantization.
         stored_bytes: size now.
         note: what its format does not promise; None for most.
+        facts: what the compiler found out: the interval that its values are proved to stay in, with the proof; what it
+            remembers; the functions h through which it enters the update, in the optimizer's own scalars.
         update_class: index into `Report.classes`, or None.
     """
 
@@ -47,6 +49,7 @@ class StateReport:
     dense_bytes: int
     stored_bytes: int
     note: str | None
+    facts: tuple[str, ...]
     update_class: int | None
 
 
@@ -97,7 +100,8 @@ class Report:
         return sum(state.dense_bytes for state in self.states)
 
     def __str__(self) -> str:
-        return "\n".join([*_state_lines(self.states), "", *_class_lines(self), "", _totals(self)])
+        facts = _fact_lines(self.states)
+        return "\n".join([*_state_lines(self.states), "", *facts, *_class_lines(self), "", _totals(self)])
 
 
 def explain(*optimizers: Optimizer) -> Report:
@@ -149,6 +153,7 @@ def _state(name: str, slot: Slot, value: Tensor, record: Record, classes: list[C
         dense_bytes=dense_bytes,
         stored_bytes=value.stored_bytes if isinstance(value, QuantizedState) else dense_bytes,
         note=note_of(value.format) if isinstance(value, QuantizedState) else None,
+        facts=() if plan is None else plan.facts,
         update_class=next((i for i, other in enumerate(classes) if other is group), None),
     )
 
@@ -203,6 +208,15 @@ def _state_lines(states: tuple[StateReport, ...]) -> list[str]:
         + [f"{key}: {count} buffer(s), dense: {reason}" for (key, reason), count in numbers.items()]
         + [f"note on {fmt}: {note}" for fmt, note in dict.fromkeys((s.format, s.note) for s in states if s.note)]
     )
+
+
+def _fact_lines(states: tuple[StateReport, ...]) -> list[str]:
+    """What was found out about each kind of state, once."""
+    lines = []
+    for key, facts in dict.fromkeys((s.key, s.facts) for s in states if s.facts):
+        proof, *others = facts
+        lines += [*proof.splitlines(), *(f"  {key}: {fact}" for fact in others)]
+    return [*lines, ""] if lines else []
 
 
 def _class_lines(report: Report) -> list[str]:

@@ -20,6 +20,7 @@ PAIRS = [
     pytest.param(lambda p: torch.optim.Adam(p, amsgrad=True), "max_exp_avg_sq", id="amsgrad"),
     pytest.param(torch.optim.AdamW, "exp_avg_sq", id="AdamW"),
     pytest.param(torch.optim.NAdam, "exp_avg_sq", id="NAdam"),
+    pytest.param(torch.optim.RAdam, "exp_avg_sq", id="RAdam"),
 ]
 
 

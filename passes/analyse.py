@@ -1,0 +1,154 @@
+"""All that is proved about one region, in the order in which the analyses need each other.
+
+Before: a region. After: an `Analysed` record: its program, and per operand a proof of its sign and bounds, what it
+remembers, how it enters the update, and which relations to others it has to keep.
+
+Proofs start from state that is zero, as optimizers make it, and are kept for the life of the process. Where a state is
+elsewhere now (a checkpoint, a step size that begins at lr), they are made again from the values that all states have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from qcompile.passes.find_constraints import Constraint, find_constraints
+from qcompile.passes.find_state import Inputs
+from qcompile.passes.functionalize import NotElementwise, UpdateProgram, functionalize
+from qcompile.passes.infer_memory import Memory, infer_memory
+from qcompile.passes.infer_preconditioner import Preconditioner, infer_preconditioner
+from qcompile.passes.infer_sign import Proof, infer_sign
+from qcompile.passes.intervals import ANY, Interval
+from qcompile.passes.outline_updates import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is proved of a program, from some values of its state."""
+
+    program: UpdateProgram
+    proofs: tuple[Proof, ...]
+    preconditioners: tuple[Preconditioner, ...]
+    memories: tuple[Memory | None, ...]
+    constraints: tuple[Constraint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Analysed:
+    """A region and what is known of it."""
+
+    region: Region
+    known: Facts
+
+    @property
+    def program(self) -> UpdateProgram:
+        return self.known.program
+
+    @property
+    def proofs(self) -> tuple[Proof, ...]:
+        return self.known.proofs
+
+    @property
+    def preconditioners(self) -> tuple[Preconditioner, ...]:
+        return self.known.preconditioners
+
+    @property
+    def memories(self) -> tuple[Memory | None, ...]:
+        return self.known.memories
+
+    @property
+    def constraints(self) -> tuple[Constraint, ...]:
+        return self.known.constraints
+
+    def state(self) -> Iterator[tuple[int, fx.Node]]:
+        """Operands of the program that are state, and the inputs of the region that they are."""
+        for i, operand in enumerate(self.program.operands):
+            if operand.role == "state":
+                yield i, self.region.inputs[operand.index]
+
+    def names(self, inputs: Inputs) -> list[str]:
+        """What people call the operands: the keys of state, `param`, and what the region reads."""
+        names = []
+        for operand in self.program.operands:
+            node = self.region.inputs[operand.index] if operand.index < len(self.region.inputs) else None
+            slot = inputs.state.get(node) if node is not None else None
+            names.append(operand.role if slot is None else slot.key)
+        return names
+
+    def facts(self, i: int, inputs: Inputs) -> list[str]:
+        """What was found out about operand `i`, for people to read."""
+        node = self.region.inputs[self.program.operands[i].index]
+        numbers = hyperparameters(inputs, node)
+        lines = [self.proofs[i].show(self.names(inputs))]
+        if (memory := self.memories[i]) is not None:
+            lines.append(memory.text(numbers))
+        seen = dict.fromkeys(f"h(v) = {p.text(numbers)}" for p in self.preconditioners if p.second == i)
+        return [*lines, *seen]
+
+
+def hyperparameters(inputs: Inputs, node: fx.Node) -> dict[str, float]:
+    """The numbers in the group of a state's parameter, by name; those of a tuple are numbered: beta1, beta2."""
+    slot = inputs.state[node]
+    optimizer, param = slot.optimizer(), slot.param
+    groups = [] if optimizer is None else optimizer.param_groups
+    group = next((g for g in groups if param is None or any(param is p for p in g["params"])), {})
+    found: dict[str, float] = {}
+    for name, value in group.items():
+        if isinstance(value, float):
+            found[name] = value
+        elif isinstance(value, tuple) and all(isinstance(v, float) for v in value):
+            found.update({f"{name.removesuffix('s')}{i}": v for i, v in enumerate(value, start=1)})
+    return found
+
+
+_KNOWN: dict[str, Facts | NotElementwise] = {}
+
+
+def analyse(region: Region, inputs: Inputs) -> Analysed:
+    """Raises `NotElementwise`."""
+    if region.key not in _KNOWN:
+        try:
+            _KNOWN[region.key] = _facts(functionalize(region, inputs))
+        except NotElementwise as reason:
+            _KNOWN[region.key] = reason
+    known = _KNOWN[region.key]
+    if isinstance(known, NotElementwise):
+        raise known
+    now = [_start(region, operand.index, inputs) for operand in known.program.operands]
+    numbers = [_start(region, known.program.numbers[i], inputs) for i in known.program.written_numbers]
+    holds = all(
+        start in proof.interval
+        for start, proof, operand in zip(now, known.proofs, known.program.operands, strict=True)
+        if operand.role == "state" and operand.written
+    )
+    if not holds or any(number.low < 0 for number in numbers):
+        known = _facts(known.program, now, numbers)
+    return Analysed(region, known)
+
+
+def _facts(
+    program: UpdateProgram, starts: Sequence[Interval] | None = None, numbers: Sequence[Interval] | None = None
+) -> Facts:
+    proofs = infer_sign(program, starts, numbers)
+    signs = tuple(proof.non_negative for proof in proofs)
+    constraints = find_constraints(program, proofs, numbers)
+    return Facts(program, proofs, infer_preconditioner(program, signs), infer_memory(program, signs), constraints)
+
+
+def _start(region: Region, index: int, inputs: Inputs) -> Interval:
+    tensor = inputs.tensors.get(region.inputs[index]) if index < len(region.inputs) else None
+    return ANY if tensor is None else range_now(tensor)
+
+
+def range_now(tensor: Tensor) -> Interval:
+    """Between which values the finite elements of a tensor lie, and zero."""
+    values = tensor.detach()
+    if values.is_complex():
+        return ANY
+    if not values.numel():
+        return Interval(0.0, 0.0)
+    low, high = torch.aminmax(torch.nan_to_num(values.float(), nan=0.0, posinf=0.0, neginf=0.0))
+    return Interval(min(0.0, low.item()), max(0.0, high.item()))
