@@ -5,6 +5,7 @@ remembers, how it enters the update, and which relations to others it has to kee
 
 Proofs start from state that is zero, as optimizers make it, and are kept for the life of the process. Where a state is
 elsewhere now (a checkpoint, a step size that begins at lr), they are made again from the values that all states have.
+Where they would hold if a Python float kept its sign (a decay that is computed in each step), that is made a guard.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from qcompile._compat import example_of
 from qcompile.passes.find_constraints import Constraint, find_constraints
 from qcompile.passes.find_state import Inputs
 from qcompile.passes.functionalize import NotElementwise, UpdateProgram, functionalize
 from qcompile.passes.infer_memory import Memory, infer_memory
 from qcompile.passes.infer_preconditioner import Preconditioner, infer_preconditioner
 from qcompile.passes.infer_sign import Proof, infer_sign
-from qcompile.passes.intervals import ANY, Interval
+from qcompile.passes.intervals import ANY, INF, NON_NEGATIVE, NON_POSITIVE, UNIT, Interval
 from qcompile.passes.outline_updates import Region
 
 
@@ -118,19 +120,65 @@ def analyse(region: Region, inputs: Inputs) -> Analysed:
     if isinstance(known, NotElementwise):
         raise known
     now = [_start(region, operand.index, inputs) for operand in known.program.operands]
-    numbers = [_start(region, known.program.numbers[i], inputs) for i in known.program.written_numbers]
-    holds = all(
-        start in proof.interval
-        for start, proof, operand in zip(now, known.proofs, known.program.operands, strict=True)
-        if operand.role == "state" and operand.written
-    )
-    if not holds or any(number.low < 0 for number in numbers):
+    written = {known.program.numbers[i] for i in known.program.written_numbers}
+    numbers = [_start(region, i, inputs) if i in written else None for i in known.program.numbers]
+    holds = all(now[p.operand] in p.interval for p in known.proofs if p.steps)
+    if not holds or any(number is not None and number.low < 0 for number in numbers):
         known = _facts(known.program, now, numbers)
-    return Analysed(region, known)
+    else:
+        now, numbers = [ANY] * len(now), [None] * len(numbers)
+    return Analysed(region, _with_guards(region, known, [i if i != ANY else None for i in now], numbers))
+
+
+def _with_guards(
+    region: Region, known: Facts, now: Sequence[Interval | None], numbers: Sequence[Interval | None]
+) -> Facts:
+    """What is known if Python numbers that are inputs keep the sign they have, and floats stay at most 1 if they are.
+
+    Where that proves more of a state, Dynamo is asked to compile again for numbers for which it does not hold.
+    """
+    program = known.program
+    floats = {
+        k: found
+        for k, (i, start) in enumerate(zip(program.numbers, numbers, strict=True))
+        if start is None and (found := _number_of(region.inputs[i])) is not None
+    }
+    if not floats or not (_open(known) or known.constraints):
+        return known
+    assumed = [_sign_of(floats[k].node.hint) if k in floats else start for k, start in enumerate(numbers)]
+    better = _facts(program, now, assumed)
+    if (_open(better), len(better.constraints)) == (_open(known), len(known.constraints)):
+        return known
+    for k, value in floats.items():
+        interval = assumed[k]
+        assert interval is not None
+        assert bool(value >= interval.low)  # each comparison is a guard
+        assert interval.high == INF or bool(value <= interval.high)
+    return better
+
+
+def _open(known: Facts) -> int:
+    """Of how many states no sign was proved."""
+    return sum(bool(p.steps) and not p.non_negative and not p.non_positive for p in known.proofs)
+
+
+def _number_of(node: fx.Node) -> torch.SymFloat | torch.SymInt | None:
+    """The Python number that an input is, or that the 0-d tensor stands for in which Dynamo hands it over."""
+    values = [example_of(n) for n in (node, *node.users) if n is node or n.target == "item"]
+    found = next((v for v in values if isinstance(v, torch.SymFloat | torch.SymInt)), None)
+    return found if found is not None and found.node.has_hint() else None
+
+
+def _sign_of(value: float) -> Interval:
+    if isinstance(value, float) and 0 <= value <= 1:
+        return UNIT
+    return NON_NEGATIVE if value >= 0 else NON_POSITIVE
 
 
 def _facts(
-    program: UpdateProgram, starts: Sequence[Interval] | None = None, numbers: Sequence[Interval] | None = None
+    program: UpdateProgram,
+    starts: Sequence[Interval | None] | None = None,
+    numbers: Sequence[Interval | None] | None = None,
 ) -> Facts:
     proofs = infer_sign(program, starts, numbers)
     signs = tuple(proof.non_negative for proof in proofs)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from qcompile._compat import example_of, hold_parts, inner_source
+from qcompile._compat import example_of, inner_source
 from qcompile.passes.find_state import Slot
 from qcompile.passes.pipeline import CompiledClass, CompiledGraph, PlannedRegion
 from qcompile.passes.split_updates import as_tensor, erase_regions
@@ -88,9 +88,10 @@ def _split_input(gm: fx.GraphModule, node: fx.Node, fmt: Format, slot: Slot) -> 
             for part, name in zip(held, names, strict=True):
                 inner_source(node, part, name)
         else:
-            tensors = {f"{node.target}_{name}": getattr(slot.get(), name) for name in names}
-            hold_parts(gm, str(node.target), names, tensors)
-            held = tuple(gm.graph.get_attr(name) for name in tensors)
+            for name in names:
+                gm.register_buffer(f"{node.target}_{name}", getattr(slot.get(), name))
+                inner_source(str(node.target), gm, name, f"{node.target}_{name}")
+            held = tuple(gm.graph.get_attr(f"{node.target}_{name}") for name in names)
     return held
 
 

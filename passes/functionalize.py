@@ -105,6 +105,13 @@ def functional_graph(region: Region) -> fx.GraphModule:
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise NotElementwise(f"its update could not be traced: {type(error).__name__}: {first}") from error
+    for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:
+        value = getattr(gm, str(node.target))
+        if value.dim() == 0:  # a number that the trace met as a tensor
+            with gm.graph.inserting_before(node):
+                number = gm.graph.call_function(aten.scalar_tensor.default, (value.item(),), {"dtype": value.dtype})
+            number.meta = dict(node.meta)
+            node.replace_all_uses_with(number)
     gm.graph.eliminate_dead_code()
     return gm
 
@@ -206,6 +213,8 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _check_elementwise(gm: fx.GraphModule, shape: torch.Size) -> None:
     for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            raise NotElementwise("its update reads a constant tensor")
         if node.op != "call_function" or _is_number(node):
             continue
         tags = getattr(node.target, "tags", ())

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from qcompile.passes.functionalize import UpdateProgram
@@ -29,6 +30,8 @@ from qcompile.passes.interval_rules import evaluate
 from qcompile.passes.intervals import ANY, COPIES, INF, NON_NEGATIVE, NON_POSITIVE, ZERO, Interval, name_of
 
 Intervals = list[Interval]
+# fp32 counts no further; steps are computed in chunks.
+LAST_STEP, CHUNK = 1 << 24, 1 << 20
 # How often changes are added up: a state that follows another one settles after it.
 JUMPS = 3
 NARROWINGS = 3
@@ -91,7 +94,8 @@ def infer_sign(
     Args:
         program: the update.
         starts: for each operand, what its value can be before the first step; None for zero.
-        number_starts: the same for each of `program.numbers` that is written; None for any that is not negative.
+        number_starts: for each of `program.numbers`, what it can be before the first step; None for any that is not
+            negative where the update writes it, and for any where it does not.
     """
     numbers = _number_results(program, number_starts)
     states = written_states(program)
@@ -143,14 +147,50 @@ def _number_results(program: UpdateProgram, starts: Sequence[Interval | None] | 
 
     def values(assumed: Intervals) -> dict[fx.Node, Interval]:
         known = dict(zip(program.written_numbers, assumed, strict=True))
-        return evaluate(program.scalars.graph, [known.get(i, ANY) for i in range(len(program.numbers))])
+        return evaluate(program.scalars.graph, [known.get(i, given[i] or ANY) for i in range(len(program.numbers))])
 
     def step(assumed: Intervals) -> Intervals:
         found = values(assumed)
         return [found[node] for node in stored]
 
     found = values(_induction(begin, step))
-    return [found[node] for node in results]
+    intervals = [found[node] for node in results]
+    if _decides_a_sign(program, intervals) and (computed := _for_every_step(program)):
+        intervals = [a & b for a, b in zip(intervals, computed, strict=True)]
+    return intervals
+
+
+def _decides_a_sign(program: UpdateProgram, numbers: Intervals) -> bool:
+    """Whether a number of unknown sign goes into the new value of a state."""
+    placeholders = [n for n in program.elements.graph.nodes if n.op == "placeholder"][len(program.operands) :]
+    unknown = {n for n, interval in zip(placeholders, numbers, strict=True) if interval.low < 0 < interval.high}
+    stored = new_values(program)
+    return any(unknown & ancestors(stored[i]) for i in written_states(program))
+
+
+def _for_every_step(program: UpdateProgram) -> Intervals | None:
+    """What numbers can be that are made of one step counter alone: by computing them for each step that fp32 can count.
+
+    Interval arithmetic does not see that (1 - b**(t - 1)) / (1 - b**t) is below 1.
+    """
+    if len(program.numbers) != 1 or program.written_numbers != (0,):
+        return None
+    dtype = next(n for n in program.scalars.graph.nodes if n.op == "placeholder").meta["val"].dtype
+    found: Intervals | None = None
+    for first in range(0, LAST_STEP, CHUNK):
+        steps = torch.arange(first, first + CHUNK, dtype=dtype)
+        try:
+            *results, new = program.scalars(steps)
+        except (RuntimeError, TypeError):
+            return None
+        if new.shape != steps.shape or not torch.equal(new, steps + 1):
+            return None
+        bounds = [torch.aminmax(r.double()) for r in results]
+        if not all(bool(torch.isfinite(low) & torch.isfinite(high)) for low, high in bounds):
+            return None
+        here = [Interval(low.item(), high.item()) for low, high in bounds]
+        found = here if found is None else [a | b for a, b in zip(found, here, strict=True)]
+    return found
 
 
 def _induction(begin: Intervals, step: Callable[[Intervals], Intervals]) -> Intervals:

@@ -168,22 +168,11 @@ def as_plain_inputs(tensors: Iterable[Tensor]) -> Iterator[None]:
             setattr(tensor, mark, value)
 
 
-def whole_step_tracing() -> contextlib.AbstractContextManager[None]:
-    """Let Dynamo trace `backward()` and `item()` into the graph."""
+def dynamo_settings(**settings: Any) -> contextlib.AbstractContextManager[None]:
+    """`torch._dynamo.config` with other values."""
     import torch._dynamo.config as dynamo_config
 
-    patch = dynamo_config.patch(trace_autograd_ops=True, capture_scalar_outputs=True)
-    return cast("contextlib.AbstractContextManager[None]", patch)
-
-
-def exchange_dynamo_settings(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Set `torch._dynamo.config` from now on; gives what it was."""
-    import torch._dynamo.config as dynamo_config
-
-    before = {name: getattr(dynamo_config, name) for name in wanted}
-    for name, value in wanted.items():
-        setattr(dynamo_config, name, value)
-    return before
+    return cast("contextlib.AbstractContextManager[None]", dynamo_config.patch(**settings))
 
 
 def mark_static(tensor: Tensor) -> None:
@@ -234,23 +223,17 @@ def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     return out
 
 
-def inner_source(state: fx.Node, part: fx.Node, name: str) -> None:
-    """Tell Dynamo and AOTAutograd that an input is an attribute of the input `state`."""
+def inner_source(owner: Any, part: Any, name: str, key: str | None = None) -> None:
+    """Tell Dynamo and AOTAutograd that an input is the attribute `name` of the input `owner`.
+
+    Both are placeholders, or `owner` is the name of an attribute of the module `part`, which holds the input as `key`.
+    """
     from torch._dynamo.source import AttrSource
 
-    if hasattr(state, "_dynamo_source"):
-        part._dynamo_source = AttrSource(state._dynamo_source, name)  # type: ignore[attr-defined]
-
-
-def hold_parts(gm: fx.GraphModule, state: str, parts: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-    """Let a module hold the tensors of a state that it holds, each as an attribute of it to Dynamo and AOTAutograd."""
-    from torch._dynamo.source import AttrSource
-
-    sources = cast("dict[str, Any]", gm._param_name_to_source)
-    for part, (name, tensor) in zip(parts, tensors.items(), strict=True):
-        gm.register_buffer(name, tensor)
-        if state in sources:
-            sources[name] = AttrSource(sources[state], part)
+    if key is not None and owner in part._param_name_to_source:
+        part._param_name_to_source[key] = AttrSource(part._param_name_to_source[owner], name)
+    elif hasattr(owner, "_dynamo_source"):
+        part._dynamo_source = AttrSource(owner._dynamo_source, name)
 
 
 # -- Fake tensors with a symbolic number of rows -------------------------------------------------------------------

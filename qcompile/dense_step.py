@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -38,8 +39,8 @@ class Activity:
 
 
 activity = Activity()
-# The optimizers whose steps are running, innermost last, with what had happened when they began, and Dynamo's settings then.
-_running: list[tuple[weakref.ref[Optimizer], Activity, dict[str, Any]]] = []
+# The optimizers whose steps are running, innermost last, with what had happened when they began, and Dynamo's settings.
+_running: list[tuple[weakref.ref[Optimizer], Activity, AbstractContextManager[None]]] = []
 # While a step runs: step counters that are tensors are read by `item()`, which would cut the step in two; a function that
 # is called for each parameter is compiled for each shape, and there are more than 8.
 SETTINGS = {"capture_scalar_outputs": True, "recompile_limit": 256, "accumulated_recompile_limit": 4096}
@@ -47,7 +48,9 @@ SETTINGS = {"capture_scalar_outputs": True, "recompile_limit": 256, "accumulated
 
 def begin_step(optimizer: Optimizer) -> None:
     """Called in front of every step that Dynamo runs for our backend."""
-    _running.append((weakref.ref(optimizer), dataclasses.replace(activity), _compat.exchange_dynamo_settings(SETTINGS)))
+    settings = _compat.dynamo_settings(**SETTINGS)
+    settings.__enter__()
+    _running.append((weakref.ref(optimizer), dataclasses.replace(activity), settings))
 
 
 def end_step(optimizer: Optimizer, options: Options) -> bool:
@@ -55,7 +58,7 @@ def end_step(optimizer: Optimizer, options: Options) -> bool:
     began = dataclasses.replace(activity)
     while _running:  # steps that ended with an exception are still here
         reference, then, settings = _running.pop()
-        _compat.exchange_dynamo_settings(settings)
+        settings.__exit__(None, None, None)
         if reference() is optimizer:
             began = then
             break

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from handmade import Handmade, step_once
 from torch import fx
 from torch.optim import Optimizer
 
-from qcompile.passes.functionalize import UpdateProgram
+from qcompile._compat import copy_of
+from qcompile.passes.find_state import find_state
+from qcompile.passes.functionalize import NotElementwise, UpdateProgram, functionalize
+from qcompile.passes.outline_updates import outline_updates
+from qcompile.passes.thread_writes import thread_writes
 
 
 def text(gm: fx.GraphModule) -> str:
@@ -21,14 +28,6 @@ def text(gm: fx.GraphModule) -> str:
         elif n.op == "output":
             lines.append(f"return {list(n.args[0])}")
     return "\n".join(lines)
-
-
-def step_once(optimizer: Optimizer) -> None:
-    """Make the state that the optimizer creates in its first step."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = torch.randn_like(p)
-    optimizer.step()
 
 
 def programs(capture, analyse, optimizer: Optimizer) -> list[UpdateProgram]:
@@ -69,43 +68,37 @@ return [_to_copy_default, add]""",
     assert len(program.scalar_dtypes) == len(program.written_numbers) == 1
 
 
-class Refused(Optimizer):
-    """An optimizer with one state and an update that mixes elements in some way."""
-
-    def __init__(self, params, update) -> None:
-        super().__init__(params, {})
-        self.update = update
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["m"] = torch.zeros_like(p)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for p in self.param_groups[0]["params"]:
-            self.update(p, p.grad, self.state[p]["m"])
-
-
 @pytest.mark.parametrize(
     ("update", "reason"),
     [
         (lambda p, g, m: p.sub_(m.copy_(m @ g)), "aten.mm.default in its update is not elementwise"),
         (
-            lambda p, g, m: p.sub_(m.add_(g) / m.norm()),
+            lambda p, g, m: p.sub_(m.mul_(0.9).add_(g) / m.norm()),
             "aten.linalg_vector_norm.default in its update is not elementwise",
         ),
-        (lambda p, g, m: p.sub_(m.add_(g.sum(0))), "aten.sum.dim_IntList in its update is not elementwise"),
-        (lambda p, g, m: p.sub_(m.add_(torch.rand_like(g))), "aten.rand_like.default in its update is not elementwise"),
-        (lambda p, g, m: p.view(-1).sub_(m.add_(g).view(-1)), "view_copy.default in its update is not elementwise"),
+        (lambda p, g, m: p.sub_(m.mul_(0.9).add_(g.sum(0))), "aten.sum.dim_IntList in its update is not elementwise"),
+        (lambda p, g, m: p.sub_(m.mul_(0.9).add_(torch.rand_like(g))), "aten.rand_like.default in its update is not elementwise"),
+        (lambda p, g, m: p.view(-1).sub_(m.mul_(0.9).add_(g).view(-1)), "view_copy.default in its update is not elementwise"),
     ],
     ids=["matmul", "norm", "broadcast", "random", "view"],
 )
-def test_refused_with_its_reason(capture, analyse, params, update, reason: str) -> None:
-    optimizer = Refused(params((8, 8)), update)
+def test_not_elementwise(capture, analyse, params, update, reason: str) -> None:
+    """No program of its own, with the reason; the pipeline cuts it, and quantizes its state."""
+    optimizer = Handmade(params((8, 8)), update, "m")
     optimizer.param_groups[0]["params"][0].grad = torch.randn(8, 8)
-    compiled = analyse(*capture(optimizer.step), min_numel=0, block_size=32)
-    assert not compiled.classes
-    (plan,) = compiled.refused.values()
-    assert reason in plan.reason
-    assert not plan.by_choice
+    captured = capture(optimizer.step)
+    gm = copy_of(captured[0])
+    thread_writes(gm)
+    inputs = find_state(gm, captured[1])
+    (region,) = outline_updates(gm, inputs).regions
+    with pytest.raises(NotElementwise, match=re.escape(reason)):
+        functionalize(region, inputs)
+    compiled = analyse(*captured, min_numel=0, block_size=32)
+    assert not compiled.refused
+    assert compiled.in_place
+    plans = [plan for group in compiled.classes for item in group.regions for plan in item.plans.values()]
+    assert {plan.slot.key for plan in plans} == {"m"}
+    assert all(plan.format is not None for plan in plans), [plan.reason for plan in plans]
 
 
 def test_complex_is_refused(capture, analyse) -> None:

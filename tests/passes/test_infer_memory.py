@@ -54,13 +54,15 @@ def memory(capture, analyse, params) -> Callable[[Optimizer], str]:
         optimizer.step()
         (group,) = analyse(*capture(optimizer.step), min_numel=0, block_size=32).classes
         (item,) = group.regions
-        found = infer_memory(item.program, infer_sign(item.program))
+        found = infer_memory(item.program, tuple(proof.non_negative for proof in infer_sign(item.program)))
         given = optimizer.param_groups[0]
         names = {k: v for k, v in given.items() if isinstance(v, float)}
         names |= {f"beta{i}": beta for i, beta in enumerate(given.get("betas", ()), 1)}
         roles = [operand.role for operand in item.program.operands]
         assert all((record is None) == (role != "state") for record, role in zip(found, roles, strict=True))
-        texts = {plan.slot.key: found[i].text(names) for i, plan in item.plans.items()}
+        nodes = [item.region.inputs[operand.index] for operand in item.program.operands]
+        states = [(node, record) for node, record in zip(nodes, found, strict=True) if record is not None]
+        texts = {item.plans[node].slot.key: record.text(names) for node, record in states}
         return "; ".join(f"{key}: {texts[key]}" for key in sorted(texts))
 
     return run

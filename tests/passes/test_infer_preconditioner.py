@@ -112,6 +112,16 @@ def hyperparameters(optimizer: Optimizer) -> dict[str, float]:
     return named | {f"beta{i}": beta for i, beta in enumerate(group.get("betas", ()), 1)}
 
 
+def records_of(program: UpdateProgram) -> tuple[Preconditioner, ...]:
+    return infer_preconditioner(program, tuple(proof.non_negative for proof in infer_sign(program)))
+
+
+def keys_of(item: PlannedRegion) -> dict[int, str]:
+    """What the state operands of a program are called."""
+    nodes = {i: item.region.inputs[operand.index] for i, operand in enumerate(item.program.operands)}
+    return {i: item.plans[node].slot.key for i, node in nodes.items() if node in item.plans}
+
+
 @pytest.fixture
 def region(capture, analyse, params) -> Callable[[Optimizer], PlannedRegion]:
     def run(optimizer: Optimizer) -> PlannedRegion:
@@ -132,8 +142,8 @@ def found(region, params) -> Callable[[str], tuple[UpdateProgram, tuple[Precondi
     def run(name: str) -> tuple[UpdateProgram, tuple[Preconditioner, ...], str]:
         optimizer = MAKE[name](params((8, 8)))
         item = region(optimizer)
-        keys = {i: plan.slot.key for i, plan in item.plans.items()}
-        records = infer_preconditioner(item.program, infer_sign(item.program))
+        keys = keys_of(item)
+        records = records_of(item.program)
         lines = [
             f"{'input' if r.first is None else keys[r.first]}, {keys[r.second]}: {r.text(hyperparameters(optimizer))}"
             for r in records
@@ -213,7 +223,7 @@ def test_a_number_that_is_not_known_leaves_its_consequences_open(capture, analys
     optimizer.param_groups[0]["params"][0].grad = torch.randn(8, 8)
     (group,) = analyse(*capture(optimizer.step), min_numel=0, block_size=32).classes
     program = group.regions[0].program
-    (record,) = infer_preconditioner(program, infer_sign(program))
+    (record,) = records_of(program)
     assert properties(record) == (None, True, None, 0.5, None)
     assert record.text({"eps": 1e-8}) == "1/(sqrt(v/input_0) + eps)"
 

@@ -101,28 +101,46 @@ def result_leaves(p, g, s):
     return s["m"] + 1
 
 
-def state_read_after_its_write(p, g, s) -> None:
-    plain(p, g, s)
-    p.grad.add_(1)
-
-
 def norm_of_the_new_parameter(p, g, s):
     plain(p, g, s)
     return p.norm()
 
 
 @pytest.mark.parametrize(
-    ("update", "reason"),
-    [
-        (result_leaves, "a result of its update is used outside of it"),
-        (state_read_after_its_write, "after its update"),
-        (norm_of_the_new_parameter, "a result of its update is used outside of it"),
-    ],
+    ("update", "outputs"),
+    [(result_leaves, ["add"]), (norm_of_the_new_parameter, ["norm"]), (plain, [])],
 )
-def test_refused_where_order_matters(capture, params, update, reason: str) -> None:
+def test_what_is_read_outside_is_an_output(capture, params, update, outputs: list[str]) -> None:
+    """The region then runs in its place: at the end of the graph its result would come too late."""
     found = outline(capture, Written(params((8, 8)), update))
+    (region,) = found.regions
+    assert not {n.name for n in found.refused} - {"v"}
+    assert [getattr(n.target, "__name__", n.target) for n in region.outputs] == outputs
+    assert found.in_place == bool(outputs)
+    assert region.key.count("return") == len(outputs)
+
+
+def test_outputs_are_part_of_the_key(capture, params) -> None:
+    def one_of_two(p, g, s):
+        plain(p, g, s)
+        more = s["m"] + 1
+        return more if p.shape[0] == 8 else None
+
+    found = outline(capture, Written(params((8, 8), (16, 8)), one_of_two))
+    first, second = (region.key for region in found.regions)
+    assert first.startswith(second)
+    assert first != second
+
+
+def written_after_it_was_read(p, g, s) -> None:
+    plain(p, g, s)
+    p.grad.add_(1)
+
+
+def test_refused_where_order_matters(capture, params) -> None:
+    found = outline(capture, Written(params((8, 8)), written_after_it_was_read))
     assert found.regions == ()
-    assert any(reason in text for text in found.refused.values()), found.refused
+    assert any("after its update" in text for text in found.refused.values()), found.refused
 
 
 def test_shared_state_joins_parameters(capture, params) -> None:

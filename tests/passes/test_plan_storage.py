@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from handmade import Handmade
+from torch import Tensor, nn
 
 from qcompile.overrides import Override
+from qcompile.passes.plan_storage import AVERAGE, COPY, SUM
 from qcompile.plan import converted
 from qcompile.recipes import RECIPES
 from qcompile.runtime.formats import Format
@@ -97,16 +99,105 @@ def test_dense_recipe(capture, analyse, params) -> None:
     assert all(p.reason == "recipe 'dense' keeps state dense" and p.by_choice for p in found.values())
 
 
-def test_a_negative_value_now_makes_it_signed(capture, analyse, params) -> None:
+def test_a_negative_value_now_keeps_it_dense_where_a_root_is_taken(capture, analyse, params) -> None:
     (p,) = params((64, 64))
     optimizer = torch.optim.AdamW([p])
     p.grad = torch.randn_like(p)
     optimizer.step()
     optimizer.state[p]["exp_avg_sq"][0, 0] = -1
     found = plans(capture, analyse, optimizer)
-    assert found[0, "exp_avg_sq"].format.signed
-    assert not found[0, "exp_avg_sq"].non_negative
+    assert found[0, "exp_avg_sq"].proved == "unknown"
+    assert found[0, "exp_avg_sq"].format is None
+    assert found[0, "exp_avg_sq"].reason == "the update needs exp_avg_sq >= 0, which rounding can break"
+    assert not found[0, "exp_avg_sq"].by_choice
+    assert found[0, "exp_avg"].format is not None
     assert found[0, "exp_avg"].format.partner is None, "a root of it would not be a number"
+
+
+def test_a_negative_value_now_makes_it_signed(capture, analyse, params) -> None:
+    """Where nothing needs it to be positive. Its proof is made again from the values that are there."""
+    found = {}
+    for lowest in (0, -100):
+        torch._dynamo.reset()
+        optimizer = Handmade(params((64, 64)), lambda p, g, v: p.sub_(v.mul_(0.9).addcmul_(g, g)), "v")
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["v"][0, 0] = lowest
+        found[lowest] = plans(capture, analyse, optimizer)[0, "v"]
+    assert [found[0].proved, found[-100].proved] == ["non-negative", "unknown"]
+    assert [found[0].format.signed, found[-100].format.signed] == [False, True]
+    assert found[0].facts[0].startswith("v in [0, inf) is kept")
+    assert found[-100].facts[0].startswith("v in [-9"), "the step that was captured has run"
+
+
+def test_state_that_begins_at_lr_is_proved_from_there(capture, analyse, params) -> None:
+    """Proofs begin at zero; Rprop's step size, clamped from above, begins at lr: 60 would be outside."""
+    found = plans(capture, analyse, torch.optim.Rprop(params((64, 64)), lr=60.0, step_sizes=(1e-6, 80.0)))
+    assert found[0, "step_size"].proved == "non-negative"
+    assert found[0, "step_size"].facts[0].startswith("step_size in [0, 80] is kept")
+
+
+@pytest.mark.parametrize(
+    ("update", "proved", "kind"),
+    [
+        (lambda p, g, m: p.sub_(m.lerp_(g * g, 0.1)), "non-negative", "second"),
+        (lambda p, g, m: p.sub_(m.lerp_(-g.abs(), 0.1)), "non-positive", "signed"),
+        (lambda p, g, m: p.sub_(m.lerp_(g.sign(), 0.1)), "bounded", "signed"),
+        (lambda p, g, m: p.sub_(m.lerp_(g, 0.1)), "unknown", "signed"),
+    ],
+    ids=["non-negative", "non-positive", "bounded", "unknown"],
+)
+def test_what_is_proved_and_what_follows(capture, analyse, params, update, proved: str, kind: str) -> None:
+    plan = plans(capture, analyse, Handmade(params((64, 64)), update, "m"))[0, "m"]
+    assert (plan.proved, plan.non_negative) == (proved, proved == "non-negative")
+    assert plan.format == replace(getattr(RECIPES["8bit"], kind), block_size=64)
+
+
+def averaged(p: Tensor, g: Tensor, ema: Tensor) -> None:
+    p.sub_(0.1 * g)
+    ema.lerp_(p, 0.01)
+
+
+def copied(p: Tensor, g: Tensor, last: Tensor) -> None:
+    p.sub_(0.1 * g)
+    last.copy_(p)
+
+
+def summed(p: Tensor, g: Tensor, total: Tensor) -> None:
+    p.sub_(total.add_(g))
+
+
+@pytest.mark.parametrize(
+    ("update", "key", "reason"), [(averaged, "ema", AVERAGE), (copied, "last", COPY), (summed, "total", SUM)]
+)
+def test_dense_whatever_the_recipe(capture, analyse, params, update, key: str, reason: str) -> None:
+    optimizer = Handmade(params((64, 64)), update, key)
+    for recipe in ("8bit", "4bit", "torchao-8bit"):
+        torch._dynamo.reset()
+        plan = plans(capture, analyse, optimizer, recipe=recipe)[0, key]
+        assert (plan.format, plan.reason, plan.by_choice) == (None, reason, False)
+
+
+def test_a_root_of_a_difference_keeps_both_dense(capture, analyse, params) -> None:
+    found = plans(capture, analyse, torch.optim.RMSprop(params((64, 64)), centered=True, momentum=0.9))
+    needs = "the update needs square_avg - grad_avg**2 >= 0, which rounding can break"
+    assert {key: plan.reason for (_, key), plan in found.items()} == {
+        "square_avg": needs,
+        "grad_avg": needs,
+        "momentum_buffer": None,
+    }
+
+
+def test_a_sum_that_only_grows_is_quantized(capture, analyse, params) -> None:
+    assert plans(capture, analyse, torch.optim.Adagrad(params((64, 64))))[0, "sum"].format is not None
+
+
+def test_slots_say_where_state_is(capture, analyse, params) -> None:
+    optimizer = torch.optim.AdamW(params((64, 64)))
+    (p,) = optimizer.param_groups[0]["params"]
+    for (_, key), plan in plans(capture, analyse, optimizer).items():
+        assert (plan.slot.key, plan.slot.path, plan.slot.param) == (key, (key,), p)
+        assert plan.slot.optimizer() is optimizer
+        assert plan.slot.get() is optimizer.state[p][key]
+        assert plan.partner is None or plan.partner.get() is optimizer.state[p]["exp_avg_sq"]
 
 
 def test_state_in_another_order_than_its_parameter(capture, analyse, params) -> None:
