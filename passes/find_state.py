@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from qcompile.runtime.marks import MARKS, Mark, marks
+
 # How many containers deep a tensor may lie in the state of a parameter, or in an attribute of the optimizer.
 DEPTH = 4
 
@@ -31,12 +33,14 @@ class Slot:
         owner: the parameter it belongs to, or None where it belongs to the optimizer as a whole.
         path: keys that lead to it from `optimizer.state[parameter]`, or from the optimizer's attributes.
         others: other places that hold the same tensor.
+        marked: the tensor itself, where the user marked it as state: no other can take its place.
     """
 
     optimizer: weakref.ref[Optimizer]
     owner: weakref.ref[Tensor] | None
     path: tuple[Hashable, ...]
     others: tuple[Slot, ...] = ()
+    marked: weakref.ref[Tensor] | None = None
 
     @property
     def key(self) -> str:
@@ -50,10 +54,13 @@ class Slot:
     @property
     def place(self) -> tuple[int, tuple[Hashable, ...]]:
         """What tells it from all other state of its optimizer."""
-        return id(self.param) if self.owner is not None else 0, self.path
+        whose = self.param if self.marked is None else self.marked()
+        return id(whose) if whose is not None else 0, self.path
 
     def get(self) -> Any:
         """What is there now; None where the optimizer is gone or has dropped it."""
+        if self.marked is not None:
+            return self.marked()
         value = self._root()
         try:
             for key in self.path:
@@ -64,6 +71,7 @@ class Slot:
 
     def set(self, tensor: Tensor) -> None:
         """Put another tensor there, and wherever else the old one was."""
+        assert self.marked is None
         _put(self._root(), self.path, tensor)
         for other in self.others:
             _put(other._root(), other.path, tensor)
@@ -131,12 +139,21 @@ def find_state(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Inputs:
     for optimizer in live_optimizers():
         params.update(id(p) for group in optimizer.param_groups for p in group["params"])
         slots.update(state_of(optimizer))
+    for mark in marks():
+        slots[id(mark.state())] = marked_slot(mark)
+        if mark.owner is not None:
+            params.add(id(mark.owner()))
     return Inputs(
         tensors,
         frozenset(n for n, t in tensors.items() if id(t) in params),
         {n: slots[id(t)] for n, t in tensors.items() if id(t) in slots and is_state_buffer(t)},
         {n: slots[id(t)] for n, t in tensors.items() if id(t) in slots and t.dim() == 0},
     )
+
+
+def marked_slot(mark: Mark) -> Slot:
+    """Where a tensor lives that the user marked."""
+    return Slot(weakref.ref(MARKS), mark.owner, (mark.name,), marked=mark.state)  # type: ignore[arg-type]
 
 
 def state_of(optimizer: Optimizer, of: Iterable[Tensor] | None = None) -> dict[int, Slot]:

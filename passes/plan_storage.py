@@ -160,14 +160,15 @@ def node_of_param(region: Region, inputs: Inputs) -> fx.Node:
     )
 
 
-def new_state_format(slot: Slot, state: Tensor, wanted: Choices) -> Format | None:
+def new_state_format(slot: Slot, state: Tensor, wanted: Choices, fresh: bool = False) -> Format | None:
     """How state is stored about which only its values are known yet, until the graph says more.
 
-    What the first step left all non-negative is stored so that nothing > 0 becomes 0: it may be about to divide.
+    What the first step left all non-negative is stored so that nothing > 0 becomes 0: it may be about to divide. `fresh`
+    state is zero, whatever `state` is, which only says how it lies.
     """
     given = wanted.recipe_for(slot.param, slot.key)
     recipe = wanted.options.chosen if isinstance(given, Format) else given
-    fmt = recipe.second if bool(state.any()) and range_now(state).low >= 0 else recipe.signed
+    fmt = recipe.second if not fresh and bool(state.any()) and range_now(state).low >= 0 else recipe.signed
     return None if fmt is None else _sized(fmt, state, recipe, wanted)
 
 

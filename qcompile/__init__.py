@@ -15,6 +15,7 @@ from qcompile.exc import (  # noqa: E402
     InvalidFormatError,
     InvalidOptionError,
     LostPartnerError,
+    MarkedStateError,
     NotQuantizedError,
     QCompileError,
     UnknownOptionError,
@@ -23,6 +24,7 @@ from qcompile.exc import (  # noqa: E402
     UnsupportedTorchError,
 )
 from qcompile.explain import Report, explain  # noqa: E402
+from qcompile.marks import mark_state, state_like  # noqa: E402
 from qcompile.overrides import Override  # noqa: E402
 from qcompile.recipes import RECIPES, Recipe  # noqa: E402
 from qcompile.runtime.formats import Format  # noqa: E402
@@ -36,6 +38,7 @@ __all__ = [
     "InvalidFormatError",
     "InvalidOptionError",
     "LostPartnerError",
+    "MarkedStateError",
     "NotQuantizedError",
     "Override",
     "QCompileError",
@@ -47,7 +50,9 @@ __all__ = [
     "UnmatchedOverrideError",
     "UnsupportedTorchError",
     "explain",
+    "mark_state",
     "qstate",
+    "state_like",
     "train_step",
 ]
 __version__ = "0.1.0"

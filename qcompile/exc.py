@@ -92,6 +92,16 @@ class NotQuantizedError(QCompileError):
         )
 
 
+class MarkedStateError(QCompileError):
+    """A tensor that the user marked as state cannot be quantized."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(
+            f"{name} was marked as state and cannot be quantized: {reason}. Marked state is quantized from the start; "
+            "keep this one in a plain tensor, without mark_state or state_like."
+        )
+
+
 class NotOneGraphError(QCompileError):
     """A whole step cannot be one graph. `train_step` then takes several, unless `fullgraph=True`."""
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from qcompile.names import named
-from qcompile.passes.find_state import Slot, is_state_buffer, state_of
+from qcompile.passes.find_state import Slot, is_state_buffer, marked_slot, state_of
 from qcompile.plan import ClassSummary, Record, record_of
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel
+from qcompile.runtime.marks import MARKS, marks
 from qcompile.runtime.state import QuantizedState
 
 NEVER_COMPILED = "no step of this optimizer was compiled with backend='qstate' yet"
@@ -107,16 +109,18 @@ class Report:
 def explain(*optimizers: Optimizer) -> Report:
     """Report on the state of optimizers whose step was compiled with `backend="qstate"`.
 
-    Every tensor in `optimizer.state` is in the report, as quantized or with the reason why it is dense. It is a tool to
-    look with: it searches the process for modules, to name parameters, and is not meant for the inside of a loop.
+    Every tensor in `optimizer.state` is in the report, as quantized or with the reason why it is dense. Without arguments
+    it reports on the state that `mark_state` and `state_like` gave. It is a tool to look with: it searches the process for modules, to name parameters, and is not meant for the inside of a loop.
     """
+    optimizers = optimizers or (cast(Optimizer, MARKS),)
     found = named(p for o in optimizers for group in o.param_groups for p in group["params"])
     names = {key: value.name for key, value in found.items()}
     classes: list[ClassSummary] = []
     states = []
     for optimizer in optimizers:
         record = record_of(optimizer)
-        for slot in state_of(optimizer).values():
+        slots = state_of(optimizer).values() if optimizer is not MARKS else [marked_slot(m) for m in marks()]
+        for slot in slots:
             value = slot.get()
             if slot.param is not None or is_state_buffer(value):
                 name = WHOLE if slot.param is None else names.get(id(slot.param), "?")

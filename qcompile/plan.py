@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from qcompile.exc import MarkedStateError
 from qcompile.passes.find_state import Slot
 from qcompile.passes.pipeline import CompiledGraph
 from qcompile.passes.plan_storage import StatePlan
@@ -118,6 +119,8 @@ def _apply(plan: StatePlan, group: ClassSummary | None, seen: set[int], seed: in
         record.classes[key] = group
     random_key = 0 if fmt is None else buffer_key(slot, seed, fmt)
     partner = None if plan.partner is None else plan.partner.get()
+    if slot.marked is not None and fmt is None:
+        raise MarkedStateError(f"state {slot.key!r}", str(plan.reason))
     with torch.no_grad():
         new = converted(old, fmt, order_of(old, slot.param), random_key, _stores(slot), partner)
     if new is not old:
@@ -139,7 +142,7 @@ def buffer_key(slot: Slot, seed: int, fmt: Format) -> int:
 
 def _stores(slot: Slot) -> int:
     """How often the optimizer has stored its state, as far as it counts its steps."""
-    step = 0 if slot.param is None else dataclasses.replace(slot, path=("step",)).get()
+    step = 0 if slot.param is None or slot.marked is not None else dataclasses.replace(slot, path=("step",)).get()
     return int(step) if isinstance(step, int | float | Tensor) else 0
 
 

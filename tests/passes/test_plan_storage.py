@@ -125,7 +125,7 @@ def test_a_negative_value_now_makes_it_signed(capture, analyse, params) -> None:
     assert [found[0].proved, found[-100].proved] == ["non-negative", "unknown"]
     assert [found[0].format.signed, found[-100].format.signed] == [False, True]
     assert found[0].facts[0].startswith("v in [0, inf) is kept")
-    assert found[-100].facts[0].startswith("v in [-9"), "the step that was captured has run"
+    assert found[-100].facts[0].startswith("v in [-8"), "the step that was captured has run"
 
 
 def test_state_that_begins_at_lr_is_proved_from_there(capture, analyse, params) -> None:
