@@ -21,7 +21,7 @@ from qcompile.passes.split_updates import as_tensor, erase_regions
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Region, Source, UpdateClass
 from qcompile.runtime.region_op import register
-from qcompile.runtime.state import parts_of
+from qcompile.runtime.state import QuantizedState, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class _Embed:
         places: list[Callable[[int], Source]] = []
         tensors = [*(self.results.get(n, n) for n in region.inputs), *(self.results[n] for n in region.outputs)]
         for operand, fmt in zip(program.operands, item.storage, strict=True):
-            node = tensors[operand.index]
+            node = self._dense(tensors[operand.index], anchor) if fmt is None else tensors[operand.index]
             if fmt is not None:
                 at = len(written)
                 written += self.parts[node]
@@ -135,6 +135,14 @@ class _Embed:
         number = register(UpdateClass(group.layout, [bound], group.quantized, group.dense, item.device))
         anchor.args = (number, written, read)
         return number
+
+    def _dense(self, node: fx.Node, anchor: fx.Node) -> fx.Node:
+        """What an operator reads of a state that another graph quantizes: a dense copy."""
+        slot = self.compiled.inputs.state.get(node)
+        if slot is None or not isinstance(slot.get(), QuantizedState):
+            return node
+        with anchor.graph.inserting_before(anchor):
+            return anchor.graph.call_function(torch.ops.aten.clone.default, (node,))
 
 
 def _run_of(at: int, length: int, count: int) -> Source:

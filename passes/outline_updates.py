@@ -13,7 +13,7 @@ is refused, with the reason, and stays in the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from qcompile._compat import example_of
 from qcompile.passes.find_state import Inputs
 from qcompile.passes.thread_writes import is_scalar, returns_what_it_writes, written_by
+
+READ = "it is read here, and written nowhere that was compiled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ def outline_updates(gm: fx.GraphModule, inputs: Inputs) -> Outline:
     a step whose backward pass is in the same graph), each will run in its own place instead: behind its last operation.
     """
     index = _index(gm, inputs)
-    groups = [set(group) for group in _components(gm, inputs, index.roots)]
+    unwritten = {node for node, _ in _only_read(inputs, index)}
+    groups = [set(group) for group in _components(gm, inputs, index.roots, unwritten)]
     members = {node for group in groups for node in group}
     own = _own_numbers(groups, members, inputs, index)
     for group, numbers in zip(groups, own, strict=True):
@@ -84,7 +87,7 @@ def outline_updates(gm: fx.GraphModule, inputs: Inputs) -> Outline:
     regions = [_region(group, index, inputs) for group in groups]
     regions.sort(key=lambda region: index.order[region.nodes[0]])
     touched = {a for region in regions for a in region.inputs} | set(refused)
-    refused.update({s: "the graph reads it but does not update it" for s in inputs.state if s not in touched})
+    refused.update({s: reason for s, reason in _only_read(inputs, index) if s not in touched})
     return Outline(tuple(regions), refused, in_place)
 
 
@@ -104,6 +107,13 @@ def _runs_in_place(groups: Iterable[Iterable[fx.Node]], inputs: Inputs, index: _
 
 def _is_output(node: fx.Node, own: set[fx.Node], index: _Index) -> bool:
     return not _is_number(node, index.fixed) and any(user not in own for user in node.users)
+
+
+def _only_read(inputs: Inputs, index: _Index) -> Iterator[tuple[fx.Node, str]]:
+    """State that this graph does not write: it stays as it is stored, and begins no region."""
+    for node in inputs.state:
+        if not any(writes for _, writes in index.touches.get(node, ())):
+            yield node, READ
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +187,11 @@ def _roots(gm: fx.GraphModule, inputs: Inputs) -> dict[fx.Node, fx.Node]:
     return roots
 
 
-def _components(gm: fx.GraphModule, inputs: Inputs, roots: dict[fx.Node, fx.Node]) -> list[list[fx.Node]]:
-    owners = {n for n in inputs.tensors if (n in inputs.params or n in inputs.state) and not is_scalar(n)}
+def _components(
+    gm: fx.GraphModule, inputs: Inputs, roots: dict[fx.Node, fx.Node], unwritten: set[fx.Node]
+) -> list[list[fx.Node]]:
+    owned = {n for n in inputs.tensors if (n in inputs.params or n in inputs.state) and not is_scalar(n)}
+    owners = owned - unwritten
     dirty: set[fx.Node] = set()
     depends = {n for n in owners if n in inputs.state}
     parent: dict[fx.Node, fx.Node] = {}

@@ -16,17 +16,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from qcompile.exc import FormatMismatchError
+from qcompile.exc import FormatMismatchError, InvalidFormatError
 from qcompile.options import Choices
 from qcompile.passes.analyse import Analysed, range_now
 from qcompile.passes.find_state import Inputs, Slot
 from qcompile.passes.infer_preconditioner import Preconditioner, storage_pairs
-from qcompile.passes.outline_updates import Region
+from qcompile.passes.outline_updates import READ, Region
 from qcompile.recipes import Recipe
 from qcompile.runtime.formats import Format, row_block_size
 from qcompile.runtime.state import QuantizedState
@@ -61,6 +62,11 @@ class StatePlan:
     @property
     def non_negative(self) -> bool:
         return self.proved == "non-negative"
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether nothing was decided, because another graph writes the state, if one does."""
+        return self.reason == READ
 
 
 @dataclass(slots=True)
@@ -98,15 +104,14 @@ def plan_storage(
                 choice.facts += part.facts(i, inputs)
     pairs = {first: pair for part in parts for first, pair in _pairs(part, choices)}
     for node, choice in choices.items():
-        kind = "first" if node in pairs else "second" if choice.proved == "non-negative" else "signed"
-        _choose(choice, kind, inputs, wanted)
-        if choice.format is not None and node in fragile:
+        _choose(choice, _kind(choice, node in pairs), inputs, wanted)
+        if choice.format is not None and choice.written and node in fragile:
             choice.format, choice.reason = None, fragile[node]
     for node, choice in choices.items():
-        if choice.format is not None:
+        if choice.format is not None and choice.written:
             choice.format = _fitted(node, choices, pairs, inputs, wanted)
     for shape in {choice.tensor.shape for choice in choices.values()}:
-        same = [c for c in choices.values() if c.format is not None and c.tensor.shape == shape]
+        same = [c for c in choices.values() if c.format is not None and c.tensor.shape == shape and c.written]
         least = min((c.format.block_size for c in same if c.format is not None), default=0)
         for choice in same:
             assert choice.format is not None
@@ -181,15 +186,40 @@ def is_copy(state: Tensor, param: Tensor) -> bool:
     return bool(norm > 0) and bool(torch.linalg.vector_norm(own - other) < 0.1 * norm)
 
 
+def _kind(choice: _Choice, is_first: bool) -> str:
+    """Which format of a recipe: "first", "second", "signed"; "unsure" where no value is negative, and nothing is proved."""
+    if is_first or choice.proved == "non-negative":
+        return "first" if is_first else "second"
+    if not choice.written or choice.proved == "non-positive":
+        return "signed"
+    now = range_now(choice.tensor)
+    return "unsure" if now.low >= 0 and now.high > 0 else "signed"
+
+
+def _of_recipe(recipe: Recipe, kind: str) -> Format | None:
+    """For "unsure" that of second moments, with a sign: what divides must not become 0, and may be negative."""
+    if kind != "unsure":
+        return cast("Format | None", getattr(recipe, kind))
+    try:
+        return None if recipe.second is None else dataclasses.replace(recipe.second, signed=True)
+    except InvalidFormatError:
+        return recipe.signed
+
+
 def _choose(choice: _Choice, kind: str, inputs: Inputs, wanted: Choices) -> None:
     """The format that recipe and overrides ask for, or the reason why there is none."""
     slot = inputs.state[choice.node]
     given = wanted.recipe_for(slot.param, slot.key)
+    if not choice.written:
+        stored = choice.tensor.format if isinstance(choice.tensor, QuantizedState) else None
+        choice.format = None if stored is None or stored.coordinate == "update" else stored
+        choice.reason = None if choice.format else READ
+        return
     if isinstance(given, Format):
         fmt = given
         if not fmt.signed and choice.proved != "non-negative":
             raise FormatMismatchError(slot.key, tuple(choice.tensor.shape), str(fmt), "it may be negative")
-    elif (of_recipe := getattr(given, kind)) is not None:
+    elif (of_recipe := _of_recipe(given, kind)) is not None:
         fmt = _sized(of_recipe, choice.tensor, given, wanted)
         start = wanted.late_start(slot.param) if given.late and kind != "second" else None
         if start is not None:
@@ -217,8 +247,6 @@ def _refusal(choice: _Choice, fmt: Format, wanted: Choices) -> tuple[str | None,
         return f"{numel} elements, fewer than min_numel={least}", True
     if numel < fmt.block_size:
         return f"{numel} elements, fewer than a block of {fmt.block_size}", True
-    if not choice.written:
-        return "the update reads it but does not write it", False
     return None, False
 
 

@@ -24,6 +24,7 @@ from qcompile.passes.find_state import Inputs
 from qcompile.passes.functionalize import SHAPE_PRESERVING, functional_graph
 from qcompile.passes.outline_updates import Region, region_of
 from qcompile.passes.thread_writes import is_scalar
+from qcompile.runtime.state import QuantizedState
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
@@ -58,9 +59,11 @@ class _Cut:
         self.placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.constants = [n for n in self.graph.nodes if n.op == "get_attr"]
         pairs = list(zip(self.placeholders, region.inputs, strict=True))
-        self.state = {n for n, source in pairs if source in inputs.state}
         self.sources = dict(pairs)
         self.copies = {n.args[0]: n for n in self.graph.nodes if n.target is COPY}
+        self.state = {
+            n for n, source in pairs if source in inputs.state and (n in self.copies or self._decodes(source))
+        }
         self.kinds = {n: _kind(n) for n in self.graph.nodes if n.op == "call_function"}
         for node in self.copies.values():
             self.kinds[node] = ELEMENTWISE if node.args[0] in self.state else MIXING
@@ -69,6 +72,11 @@ class _Cut:
         for node in self.state:
             self._decode_once(node)
         self.part_of = self._parts()
+
+    def _decodes(self, source: fx.Node) -> bool:
+        """Whether a state that is only read is decoded by a kernel; in update space that takes its partner as well."""
+        tensor = self.inputs.tensors[source]
+        return isinstance(tensor, QuantizedState) and tensor.format.coordinate != "update"
 
     def _levels(self) -> dict[fx.Node, int]:
         levels = dict.fromkeys([*self.placeholders, *self.constants], 0)
@@ -130,7 +138,7 @@ class _Cut:
 
     def _is_inverted(self, state: fx.Node) -> bool:
         """Whether a matrix goes into a decomposition as it is, or collects products of matrices."""
-        if len(_shape(state)) != 2 or _shape(state)[0] != _shape(state)[1]:
+        if len(_shape(state)) < 2 or _shape(state)[-1] != _shape(state)[-2]:
             return False
         seen, queue = {state}, [state]
         while queue:

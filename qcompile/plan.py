@@ -109,6 +109,9 @@ def _apply(plan: StatePlan, group: ClassSummary | None, seen: set[int], seed: in
     if optimizer is None or not isinstance(old, Tensor):
         return
     record, key = record_of(optimizer), slot.place
+    if plan.reads_only:
+        record.plans.setdefault(key, plan)
+        return
     if id(optimizer) not in seen:
         seen.add(id(optimizer))
         record.graphs += 1

@@ -144,6 +144,8 @@ class UpdateClass:
                 views.append(_quantized_views(stored, fmt, self.parts))
             else:
                 tensor = _tensor(source, args)
+                if isinstance(tensor, QuantizedState):  # which another graph writes
+                    tensor = tensor.dequantize()
                 own = like(tensor, region.model)
                 views.append(_dense_views(own, self.layout.block_size, self.parts))
                 if own is not tensor and self.layout.written[i]:
@@ -198,7 +200,11 @@ def _static_views(region: Region, layout: Layout, parts: int) -> _Static:
         if fmt is not None and isinstance(source, QuantizedState):
             assert source.format == fmt, (source.format, fmt)
             static.append(_quantized_views(source.stored, fmt, parts))
-        elif isinstance(source, Tensor) and like(source, region.model) is source:
+        elif (
+            isinstance(source, Tensor)
+            and not isinstance(source, QuantizedState)
+            and like(source, region.model) is source
+        ):
             static.append(_dense_views(source, layout.block_size, parts))
         else:
             static.append(None)

@@ -41,8 +41,10 @@ class EachItsOwn(Optimizer):
 
     @torch.no_grad()
     def step(self) -> list[object]:
-        params = self.param_groups[0]["params"]
-        return [self.updates[i](p, p.grad, **self.state[p]) for i, p in enumerate(params)]
+        results = []
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            results.append(self.updates[i](p, p.grad, **self.state[p]))
+        return results
 
 
 def begin(key: str, shape: tuple[int, ...]) -> Tensor:
@@ -93,7 +95,7 @@ def read_before(p: Tensor, g: Tensor, m: Tensor, w: Tensor) -> None:
     products = p.T @ g
     p.sub_(m.lerp_(g, 0.1), alpha=RATE)
     w.lerp_(products.T @ products, 0.1)
-    p.add_(p @ w, alpha=-1e-6)
+    p.sub_(p @ (1e-6 * w))
 
 
 def counted(p: Tensor, g: Tensor, step: Tensor, m: Tensor) -> None:
