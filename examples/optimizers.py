@@ -13,21 +13,12 @@ it, stored over dense bytes of the quantized buffers and of all state, what was 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import functools
 import inspect
-import io
-import logging
 import math
-import re
-import sys
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +27,6 @@ from handwritten import HANDWRITTEN
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
-from tqdm import tqdm
 from train_gpt import GPT, loss_of
 
 import qcompile

@@ -236,8 +236,8 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 def _kind(node: fx.Node) -> str:
     value = node.meta.get("val")
-    read = [a.meta.get("val") for a in node.all_input_nodes]
-    if not isinstance(value, Tensor) or not all(isinstance(r, Tensor) for r in read):
+    read = [r for a in node.all_input_nodes if isinstance(r := a.meta.get("val"), Tensor)]
+    if not isinstance(value, Tensor) or len(read) != len(node.all_input_nodes):
         return MIXING
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:

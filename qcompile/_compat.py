@@ -29,9 +29,9 @@ copy_all, add_all = torch._foreach_copy_, torch._foreach_add_
 NEEDED = (
     ("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx"),
     ("torch._dynamo.exc", "TensorifyScalarRestartAnalysis TorchDynamoException FailOnRecompileLimitHit"),
-    ("torch._dynamo.source", "AttrSource DictGetItemSource"),
-    ("torch._dynamo.variables", "ConstDictVariable"),
-    ("torch._dynamo.side_effects", "SideEffects.is_modified SideEffects.has_pending_mutation"),
+    ("torch._dynamo.source", "AttrSource DictGetItemSource GetItemSource"),
+    ("torch._dynamo.variables", "ConstDictVariable ListVariable"),
+    ("torch._dynamo.side_effects", "SideEffects.is_modified"),
     ("torch._inductor", "list_mode_options"),
     ("torch._inductor.choices", "InductorChoices.should_use_persistent_reduction"),
     ("torch._inductor.compile_fx", "compile_fx compile_fx_inner"),
@@ -64,9 +64,6 @@ def require_supported_torch() -> None:
     """Raise `UnsupportedTorchError` when a needed name is missing."""
     if missing := missing_names():
         raise UnsupportedTorchError(missing, torch.__version__)
-
-
-# -- Which backend is this -----------------------------------------------------------------------------------------
 
 
 def unwrap_backend(backend: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -108,27 +105,31 @@ def stored_values(gm: fx.GraphModule) -> list[tuple[fx.Node | None, fx.Node]]:
     """What traced Python code stores in dicts and attributes when the graph has run: the input that is there now, and the
     node of the tensor that takes its place. Only the tracer's record of side effects knows; empty outside of a backend.
     """
-    from torch._dynamo.source import AttrSource, DictGetItemSource
+    from torch._dynamo import source
     from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables import ConstDictVariable
+    from torch._dynamo.variables import ConstDictVariable, ListVariable
 
     try:
-        effects = InstructionTranslator.current_tx().output.side_effects
+        effects: Any = InstructionTranslator.current_tx().output.side_effects
     except AttributeError:
         return []
     new: dict[Any, Any] = {}
     for value in effects.id_to_variable.values():
-        if isinstance(value, ConstDictVariable) and value.source is not None and effects.is_modified(value):
+        if value.source is None or not effects.is_modified(value):
+            continue
+        if isinstance(value, ConstDictVariable):
             items = [(k.vt.as_python_constant(), v) for k, v in value.items.items() if k.vt.is_python_constant()]
-            new.update({DictGetItemSource(value.source, k): v for k, v in items})
+            new.update({source.DictGetItemSource(value.source, k): v for k, v in items})
+        elif isinstance(value, ListVariable):
+            new.update({source.GetItemSource(value.source, i): v for i, v in enumerate(value.items)})
     for owner, values in effects.store_attr_mutations.items():
-        if getattr(owner, "source", None) is not None:
-            new.update({AttrSource(owner.source, name): v for name, v in values.items()})
+        if owner.source is not None:
+            new.update({source.AttrSource(owner.source, name): v for name, v in values.items()})
     sources = getattr(gm, "_param_name_to_source", {})
     inputs = {n: getattr(n, "_dynamo_source", sources.get(n.target)) for n in gm.graph.nodes if not n.args}
-    at, nodes = {source: n for n, source in inputs.items()}, {n.name: n for n in gm.graph.nodes}
-    values = {source: getattr(getattr(v, "proxy", None), "node", None) for source, v in new.items()}
-    return [(at.get(s), nodes[n.name]) for s, n in values.items() if n is not None and n.name in nodes]
+    at, nodes = {where: n for n, where in inputs.items()}, {n.name: n for n in gm.graph.nodes}
+    stored = {where: getattr(getattr(v, "proxy", None), "node", None) for where, v in new.items()}
+    return [(at.get(where), nodes[n.name]) for where, n in stored.items() if n is not None and n.name in nodes]
 
 
 def global_step_hooks() -> list[Callable[..., Any]]:
@@ -156,8 +157,7 @@ def trace_again(reason: str) -> NoReturn:
 def as_plain_inputs(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Let Dynamo take tensors as inputs of the graph, although an earlier compilation marked their addresses as static.
 
-    A static tensor is an attribute of the graph, and `backward()` does not see it: Dynamo's rewrite of it collects leaves
-    among the inputs alone, and does nothing where it finds none (`TensorVariable.method_backward`, torch 2.13 and 2.14).
+    `backward()` does not see those: it looks for leaves among inputs alone (`TensorVariable.method_backward`, torch 2.14).
     """
     mark = "_dynamo_static_input_type"
     marks = [(t, vars(t).pop(mark)) for t in tensors if mark in vars(t)]
@@ -207,16 +207,12 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     for old, new in copies.items():
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
-    return _module(gm, graph)
+    return without_unused_attributes(gm, graph)
 
 
-def without_unused_attributes(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph in a module that holds only the tensors it uses."""
-    return _module(gm, gm.graph)
-
-
-def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    out = fx.GraphModule(gm, graph)
+def without_unused_attributes(gm: fx.GraphModule, graph: fx.Graph | None = None) -> fx.GraphModule:
+    """The same graph, or another, in a module that holds only the tensors it uses."""
+    out = fx.GraphModule(gm, graph or gm.graph)
     out.meta = gm.meta
     sources = getattr(gm, "_param_name_to_source", {})
     out._param_name_to_source = {k: v for k, v in sources.items() if hasattr(out, k)}  # type: ignore[assignment]
@@ -286,13 +282,11 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: Any, decompos
 # -- Inductor ------------------------------------------------------------------------------------------------------
 
 
-def inductor_settings(mode: str | None, options: Mapping[str, object] | None) -> dict[str, Any]:
-    """Inductor's configuration for a `torch.compile` mode and explicit options, the latter winning."""
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's configuration for a mode of `torch.compile`."""
     from torch._inductor import list_mode_options
 
-    settings: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
-    settings.update({name.replace("-", "_"): value for name, value in (options or {}).items()})
-    return settings
+    return dict(list_mode_options(mode)) if mode else {}
 
 
 def stock_inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
@@ -314,10 +308,9 @@ def _outer_loop_fusion_without_key_error() -> Iterator[None]:
     original = LoopBody.get_read_expr
 
     def get_read_expr(self: Any, name: str) -> Any:
-        try:
+        with contextlib.suppress(KeyError):
             return original(self, name)
-        except KeyError:
-            return None
+        return None
 
     with mock.patch.object(LoopBody, "get_read_expr", get_read_expr):
         yield

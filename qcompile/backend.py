@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from qcompile import hooks
 from qcompile._compat import (
     example_of,
-    inductor_settings,
     mark_static,
+    mode_options,
     require_supported_torch,
     stock_inductor,
     trace_again,
@@ -60,7 +60,8 @@ def qstate(
     require_supported_torch()
     hooks.note_graph(gm, example_inputs)
     chosen = Options.parse(options)
-    settings = inductor_settings(mode, chosen.inductor)
+    settings = mode_options(mode)
+    settings.update({name.replace("-", "_"): value for name, value in (chosen.inductor or {}).items()})
     if not updates_state(gm, example_inputs):
         return stock_inductor(gm, example_inputs, settings)
     if changing := _of_changing_shape(gm, example_inputs):

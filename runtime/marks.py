@@ -43,7 +43,7 @@ def mark(state: QuantizedState, param: Tensor | None, name: str | None) -> None:
     """Remember a tensor as state, for as long as it lives."""
     number = next(_count)
     key = id(state)
-    reference = weakref.ref(state, lambda _: _marks.pop(key, None))
+    reference: weakref.ref[Tensor] = weakref.ref(state, lambda _: _marks.pop(key, None))
     owner = None if param is None else weakref.ref(param)
     _marks[key] = Mark(reference, owner, f"state_{number}" if name is None else name)
 

@@ -39,12 +39,10 @@ class EachItsOwn(Optimizer):
             named = [(s, tuple(p.shape)) if isinstance(s, str) else s for s in case.states]
             self.state[p] = {key: begin(key, shape) for key, shape in named}
 
-    @torch.no_grad()
     def step(self) -> list[object]:
-        results = []
-        for i, p in enumerate(self.param_groups[0]["params"]):
-            results.append(self.updates[i](p, p.grad, **self.state[p]))
-        return results
+        with torch.no_grad():  # named here: Dynamo skips a frame in which it sees no tensor and no torch
+            params = self.param_groups[0]["params"]
+            return [self.updates[i](p, p.grad, **self.state[p]) for i, p in enumerate(params)]
 
 
 def begin(key: str, shape: tuple[int, ...]) -> Tensor:
