@@ -178,7 +178,7 @@ def _runner(graph: fx.Graph) -> Callable[..., list[Tensor]]:
 
 # What Python numbers go through, for 0-d tensors in their place.
 OF_NUMBERS: dict[str, Callable[..., Any]] = {
-    "item": lambda x: x,
+    "item": lambda x: x if x.dim() == 0 else x.sum(),
     "sym_float": lambda x: x.double(),
     "sym_int": torch.trunc,
     "sym_max": lambda a, b: torch.maximum(*_as_tensors(a, b)),
@@ -206,9 +206,14 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(weight, Tensor) and weight.dim() == 0:
             change = (end - start) * weight
             return start.add_(change) if name == "lerp_" else start + change
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    call: Any = getattr(type(args[0]), name) if node.op == "call_method" else node.target
+    try:
+        return call(*args, **kwargs)
+    except RuntimeError as error:
+        # `square_` and a few others, which `functionalize` does not know
+        if "alias annotations" not in str(error) or not hasattr(torch, name.removesuffix("_")):
+            raise
+        return args[0].copy_(getattr(torch, name.removesuffix("_"))(*args, **kwargs))
 
 
 def _check_elementwise(gm: fx.GraphModule, shape: torch.Size) -> None:

@@ -231,6 +231,7 @@ OPERATORS: dict[str, Callable[..., sympy.Expr]] = {
     "copy": lambda a, b, *_: b,
     "fill": lambda a, b: b,
     "full_like": lambda a, b: b,
+    "full": lambda a, b: b,
     "scalar_tensor": lambda a: a,
     "zeros_like": lambda a: sympy.S.Zero,
     "ones_like": lambda a: sympy.S.One,
