@@ -22,7 +22,7 @@ class AdaBelief(Optimizer):
         params: Iterable[Parameter],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        eps: float = 1e-16,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 

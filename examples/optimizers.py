@@ -7,18 +7,29 @@
 Trains a small model with every optimizer of torch.optim, with each of its switches, and with five written by hand
 (`handwritten.py`); `--all` adds those of other packages, as far as they are installed, and a second task. Each is trained
 twice from the same weights on the same batches: as it is, eagerly, and with `torch.compile(optimizer.step,
-backend="qstate")`. One row of Markdown each: the dense loss (mean of the last ten steps), how far the other one is from
-it, stored over dense bytes of the quantized buffers and of all state, what was compiled, and what was proved.
+backend="qstate")`. One row of Markdown each: the dense loss (mean of the last ten steps) and how far the other is from it,
+stored over dense bytes of quantized buffers and of all state, and, of the last task, what was compiled and proved.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
+import importlib
 import inspect
+import io
+import logging
 import math
+import re
+import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,30 +38,34 @@ from handwritten import HANDWRITTEN
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
+from tqdm import tqdm
 from train_gpt import GPT, loss_of
 
 import qcompile
 
-Batches = Iterator[tuple[Tensor, Tensor]]
 LARGE = 4096  # `min_numel`: smaller state stays dense
-WARMUP_STEPS = 10  # compilations happen in these
+COMPILED = ("bytes: quantized, all", "classes, kernels, graphs", "compile s", "proved")
+WORDS = ("quantized", "partly", "dense", "no state", "eager fails", "failed")
+Batches = Iterator[tuple[Tensor, Tensor]]
+Make = Callable[[nn.Module], Optimizer]
 
 
 @dataclass(frozen=True)
 class Row:
     """An optimizer to try: how it is made from a model, and what it needs of the training loop.
 
-    `dense` makes the one to compare with, where eager torch refuses the switch; `refused`: training is expected to fail.
+    `dense` makes the one to compare with, where eager torch refuses the option (`capturable` on a CPU); `refused`: neither
+    can train.
     """
 
     family: str
     name: str
-    make: Callable[[nn.Module], Optimizer]
-    dense: Callable[[nn.Module], Optimizer] | None = None
+    make: Make
+    dense: Make | None = None
+    refused: bool = False
     closure: bool = False
     create_graph: bool = False
     sparse: bool = False
-    refused: bool = False
 
     @property
     def title(self) -> str:
@@ -69,7 +84,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Run:
-    """One training: its losses, what `explain` says afterwards (None if dense), and the seconds of each step."""
+    """One training: its losses, what `explain` says afterwards (None if dense), and the seconds of each update."""
 
     losses: list[float]
     report: qcompile.Report | None
@@ -81,18 +96,15 @@ class Run:
         return sum(last) / len(last)
 
     @property
-    def fell(self) -> bool:
-        return self.final < 0.98 * self.losses[0]
-
-    @property
     def compile_seconds(self) -> float:
+        """What the first steps took longer than a typical one."""
         typical = sorted(self.seconds)[len(self.seconds) // 2]
-        return sum(max(0.0, s - typical) for s in self.seconds[:WARMUP_STEPS])
+        return sum(max(0.0, s - typical) for s in self.seconds[:10])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a row came to: `word` is quantized, partly, dense, no state, refused or failed; `text` says why."""
+    """What a row came to: one of `WORDS`, why, and per task the dense and the quantized run."""
 
     row: Row
     word: str
@@ -101,25 +113,20 @@ class Outcome:
 
     @property
     def differences(self) -> list[float]:
-        """Per task: relative difference of the final loss to that of the dense run."""
+        """Relative difference of the quantized loss to the dense one, per task."""
         return [quantized.final / dense.final - 1 for dense, quantized in self.runs]
 
 
-# --- The two tasks
-
-
-def network(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, outputs)
-    )
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 128))
 
 
 def regression_batches() -> Batches:
-    """What a random network makes of random inputs, scaled to variance 1, out of 1024 samples."""
+    """What a random network makes of random inputs, scaled to variance 1; 1024 samples."""
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(128, 128, generator=generator) / 128**0.5 for _ in range(2)]
+    first, second = (torch.randn(128, 128, generator=generator) / 128**0.5 for _ in range(2))
     x = torch.randn(1024, 128, generator=generator)
-    y = torch.tanh(2 * x @ weights[0]) @ weights[1]
+    y = torch.tanh(2 * x @ first) @ second
     y /= y.std()
     while True:
         chosen = torch.randint(len(x), (64,), generator=generator)
@@ -129,171 +136,114 @@ def regression_batches() -> Batches:
 def language_batches() -> Batches:
     """Text of a Markov chain of second order over 32 of the 256 bytes."""
     generator = torch.Generator().manual_seed(2)
-    following = torch.softmax(3 * torch.randn(32 * 32, 32, generator=generator), 1)
-    tokens = torch.randint(32, (16, 2), generator=generator)
+    of_last, of_both = torch.randn(32, 32, generator=generator), torch.randn(32, 32, 32, generator=generator)
+    following = torch.softmax(2 * of_last + 2 * of_both, -1)
+    text = torch.randint(32, (16, 2), generator=generator)
     while True:
         for _ in range(32):
-            last = following[tokens[:, -2] * 32 + tokens[:, -1]]
-            tokens = torch.cat([tokens, torch.multinomial(last, 1, generator=generator)], 1)
-        tokens = tokens[:, -33:]
-        yield 8 * tokens[:, :-1], 8 * tokens[:, 1:]
+            likely = following[text[:, -2], text[:, -1]]
+            text = torch.cat([text, torch.multinomial(likely, 1, generator=generator)], 1)
+        text = text[:, -33:]
+        yield 8 * text[:, :-1], 8 * text[:, 1:]
 
 
-REGRESSION = Task(
-    "regression", lambda: network(128, 256, 128), lambda m, x, y: mse_loss(m(x), y), regression_batches
-)
+REGRESSION = Task("regression", network, lambda model, x, y: mse_loss(model(x), y), regression_batches)
 LANGUAGE = Task("language", lambda: GPT(layers=1, width=128, context=32), loss_of, language_batches)
 
-
-# --- The rows
-
-# What differs from a class's own defaults, so that it trains on these tasks. Keys are `Row.family` and a class.
+# What differs from the defaults of a class, so that it trains on these tasks; by family and class.
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
-    ("torch.optim", "ASGD"): {"lr": 0.1},
+    ("torch.optim", "ASGD"): {"lr": 0.3},
     ("torch.optim", "Adagrad"): {"lr": 0.02},
+    ("torch.optim", "LBFGS"): {"max_iter": 4, "history_size": 10},
     ("torch.optim", "Muon"): {"lr": 0.02},
+    ("torch.optim", "RAdam"): {"lr": 3e-3},
     ("torch.optim", "RMSprop"): {"lr": 1e-3},
     ("torch.optim", "Rprop"): {"lr": 1e-4},
     ("torch.optim", "SGD"): {"lr": 0.1, "momentum": 0.9},
+    ("lion-pytorch", "Lion"): {"lr": 5e-4},
+    ("torch-optimi", "Lion"): {"lr": 5e-4},
+    ("torch-optimi", "SGD"): {"lr": 0.1, "momentum": 0.9},
+    ("torch-optimi", "StableAdamW"): {"triton": False},  # found to be installed, and used without a GPU
+    ("adam-mini", "Adam_mini"): {"dim": 128, "n_heads": 4},
 }
-# Variants of torch's classes beyond their switches.
+# Variants of torch's classes beyond the boolean options that their constructors show.
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "Adagrad": ({"initial_accumulator_value": 0.1}, {"lr_decay": 0.01}),
-    "RMSprop": ({"momentum": 0.9}, {"momentum": 0.9, "centered": True}),
+    "RMSprop": ({"momentum": 0.9, "lr": 2e-4}, {"momentum": 0.9, "centered": True, "lr": 2e-4}),
     "SGD": ({"momentum": 0.0}, {"dampening": 0.5}),
+}
+# How other packages are imported, and their optimizers; those left out need torch.distributed or repeat others.
+PACKAGES: dict[str, tuple[str, Callable[[Any], Iterable[type[Optimizer]]]]] = {
+    "lion-pytorch": ("lion_pytorch", lambda m: optimizers_of(m)),
+    "schedulefree": ("schedulefree", lambda m: optimizers_of(m)),
+    "torch-optimi": ("optimi", lambda m: optimizers_of(m)),
+    "muon": ("muon", lambda m: [m.SingleDeviceMuon, m.SingleDeviceMuonWithAuxAdam]),
+    "adam-mini": ("adam_mini", lambda m: [m.Adam_mini]),
+    "heavyball": ("heavyball", lambda m: [m.AdamW, m.Muon, m.SOAP, m.PSGDKron]),
+    "pytorch-optimizer": ("pytorch_optimizer", lambda m: map(m.load_optimizer, m.get_supported_optimizers())),
 }
 
 
-def make_with(cls: type[Optimizer], model: nn.Module, matrices: bool = False, **options: Any) -> Optimizer:
-    return cls([p for p in model.parameters() if p.dim() == 2 or not matrices], **options)
+def optimizers_of(module: ModuleType) -> list[type[Optimizer]]:
+    shown = [value for name, value in sorted(vars(module).items()) if name[0] != "_" and inspect.isclass(value)]
+    return [cls for cls in shown if issubclass(cls, Optimizer) and cls is not Optimizer]
 
 
-def optimizers_of(module: ModuleType) -> dict[str, type[Optimizer]]:
-    """The optimizers a module shows, by name."""
-    found = {name: value for name, value in vars(module).items() if inspect.isclass(value)}
-    return {n: c for n, c in sorted(found.items()) if issubclass(c, Optimizer) and c is not Optimizer and n[0] != "_"}
+def make_with(cls: type[Optimizer], options: dict[str, Any], model: nn.Module) -> Optimizer:
+    """Give a constructor what it cannot do without. The Muons take matrices; the other parameters stay as they are."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    only_matrices = cls is torch.optim.Muon or cls.__name__ == "SingleDeviceMuon"
+    known: dict[str, Callable[[], object]] = {
+        "params": lambda: matrices if only_matrices else model.parameters(),
+        "named_parameters": model.named_parameters,
+        "param_groups": lambda: [
+            {"params": [p for p in model.parameters() if (p.dim() == 2) == flag], "use_muon": flag}
+            for flag in (True, False)
+        ],
+        "model": lambda: model,
+        "optimizer": lambda: torch.optim.AdamW(model.parameters()),
+        "lr": lambda: 1e-3,
+        "num_data": lambda: 1024,
+        "num_iterations": lambda: 200,
+    }
+    needed = [n for n, p in inspect.signature(cls).parameters.items() if p.default is p.empty and n in known]
+    return cls(**{n: known[n]() for n in needed} | options)
 
 
-def switches(cls: type[Optimizer]) -> Iterator[dict[str, bool]]:
+def switched(cls: type[Optimizer]) -> Iterator[dict[str, Any]]:
     """Each boolean option of a constructor, turned."""
     for name, parameter in inspect.signature(cls).parameters.items():
         if isinstance(parameter.default, bool) or name in ("foreach", "fused"):
             yield {name: not parameter.default}
 
 
-def torch_rows() -> Iterator[Row]:
-    for name, cls in optimizers_of(torch.optim).items():
-        base = SETTINGS.get(("torch.optim", name), {}) | {"matrices": name == "Muon"}
-        plain = functools.partial(make_with, cls, **base)
-        for options in ({}, *VARIANTS.get(name, ()), *switches(cls)):
-            yield Row(
-                family="torch.optim",
-                name=", ".join([name, *(f"{k}={v}" for k, v in options.items())]),
-                make=functools.partial(make_with, cls, **base | options),
-                dense=plain if "capturable" in options else None,  # eager torch has it on accelerators only
-                closure=name == "LBFGS",
-                sparse=name == "SparseAdam",
-                refused="differentiable" in options,
-            )
+def row_of(family: str, cls: type[Optimizer], options: dict[str, Any]) -> Row:
+    name, base = cls.__name__, SETTINGS.get((family, cls.__name__), {})
+    return Row(
+        family,
+        ", ".join([name, *(f"{key}={value}" for key, value in options.items())]),
+        functools.partial(make_with, cls, base | options),
+        dense=functools.partial(make_with, cls, base) if "capturable" in options else None,
+        refused="differentiable" in options,
+        closure=name.endswith("Closure") or name in ("AliG", "BSAM", "LBFGS"),
+        create_graph=name in ("AdaHessian", "SophiaH"),
+        sparse=name == "SparseAdam",
+    )
 
 
-def handwritten_rows() -> Iterator[Row]:
-    for cls in HANDWRITTEN:
-        yield Row("by hand", cls.__name__, functools.partial(make_with, cls))
+def torch_rows() -> list[Row]:
+    classes = [(cls, ({}, *VARIANTS.get(cls.__name__, ()), *switched(cls))) for cls in optimizers_of(torch.optim)]
+    return [row_of("torch.optim", cls, options) for cls, all_options in classes for options in all_options]
 
 
-def of_module(family: str, module: ModuleType) -> Iterator[Row]:
-    for name, cls in optimizers_of(module).items():
-        options = SETTINGS.get((family, name), {})
-        yield Row(family, name, functools.partial(make_with, cls, **options), closure="Closure" in name)
-
-
-def lion_pytorch_rows() -> Iterator[Row]:
-    import lion_pytorch
-
-    yield from of_module("lion-pytorch", lion_pytorch)
-
-
-def schedulefree_rows() -> Iterator[Row]:
-    import schedulefree
-
-    yield from of_module("schedulefree", schedulefree)
-
-
-def optimi_rows() -> Iterator[Row]:
-    import optimi
-
-    yield from of_module("torch-optimi", optimi)
-
-
-def muon_rows() -> Iterator[Row]:
-    import muon
-
-    def with_adam(model: nn.Module) -> Optimizer:
-        groups = [
-            {"params": [p for p in model.parameters() if (p.dim() == 2) == use_muon], "use_muon": use_muon}
-            for use_muon in (True, False)
-        ]
-        return muon.SingleDeviceMuonWithAuxAdam(groups)
-
-    yield Row("muon", "SingleDeviceMuon", functools.partial(make_with, muon.SingleDeviceMuon, matrices=True))
-    yield Row("muon", "SingleDeviceMuonWithAuxAdam", with_adam)
-
-
-def adam_mini_rows() -> Iterator[Row]:
-    import adam_mini
-
-    def make(model: nn.Module) -> Optimizer:
-        return adam_mini.Adam_mini(model.named_parameters(), dim=128, n_heads=4)
-
-    yield Row("adam-mini", "Adam_mini", make)
-
-
-def heavyball_rows() -> Iterator[Row]:
-    import heavyball
-
-    for name in ("AdamW", "Muon", "SOAP", "PSGDKron"):
-        options = SETTINGS.get(("heavyball", name), {})
-        yield Row("heavyball", name, functools.partial(make_with, getattr(heavyball, name), **options))
-
-
-def pytorch_optimizer_rows() -> Iterator[Row]:
-    import pytorch_optimizer
-
-    for name in pytorch_optimizer.get_supported_optimizers():
-        cls = pytorch_optimizer.load_optimizer(name)
-        yield Row(
-            family="pytorch-optimizer",
-            name=cls.__name__,
-            make=functools.partial(make_by_signature, cls),
-            closure=name in ("alig", "bsam", "lbfgs"),
-            create_graph=name in ("adahessian", "sophiah"),
-        )
-
-
-def make_by_signature(cls: type[Optimizer], model: nn.Module) -> Optimizer:
-    """pytorch-optimizer's classes want a model, parameters or another optimizer, and some the size of the training."""
-    known = {
-        "params": model.parameters(),
-        "model": model,
-        "num_data": 1024,
-        "num_iterations": 200,
-        "optimizer": torch.optim.AdamW(model.parameters()),
-    }
-    needed = [n for n, p in inspect.signature(cls).parameters.items() if p.default is p.empty and n in known]
-    return cls(**{n: known[n] for n in needed}, **SETTINGS.get(("pytorch-optimizer", cls.__name__), {}))
-
-
-PACKAGES: dict[str, Callable[[], Iterator[Row]]] = {
-    "lion-pytorch": lion_pytorch_rows,
-    "schedulefree": schedulefree_rows,
-    "torch-optimi": optimi_rows,
-    "muon": muon_rows,
-    "adam-mini": adam_mini_rows,
-    "heavyball": heavyball_rows,
-    "pytorch-optimizer": pytorch_optimizer_rows,
-}
-# --- Training
+def rows_of(package: str) -> list[Row]:
+    """The rows of another package; none, told on stderr, where it is not installed."""
+    module, classes = PACKAGES[package]
+    try:
+        return [row_of(package, cls, {}) for cls in classes(importlib.import_module(module))]
+    except ImportError as error:
+        print(f"{package}: not installed ({error})", file=sys.stderr)
+        return []
 
 
 def train(row: Row, task: Task, steps: int, recipe: str | None) -> Run:
@@ -314,16 +264,144 @@ def train(row: Row, task: Task, steps: int, recipe: str | None) -> Run:
         optimizer.zero_grad()
         loss = task.loss(model, x, y)
         (sign * loss).backward(create_graph=row.create_graph)
-        if row.sparse:
-            for p in model.parameters():
-                p.grad = None if p.grad is None else p.grad.to_sparse()
+        for p in model.parameters() if row.sparse else ():
+            p.grad = None if p.grad is None else p.grad.to_sparse()
         return loss.detach()
 
     for _, batch in zip(range(steps), task.batches(), strict=False):
         losses.append(backward(*batch).item())
+        if not math.isfinite(losses[-1]):
+            raise ArithmeticError(f"the loss is {losses[-1]} after {len(losses) - 1} steps")
         start = time.perf_counter()
         step(functools.partial(backward, *batch)) if row.closure else step()
         seconds.append(time.perf_counter() - start)
-        if not math.isfinite(losses[-1]):
-            raise ArithmeticError(f"the loss is {losses[-1]} after {len(losses)} steps")
     return Run(losses, None if recipe is None else qcompile.explain(optimizer), seconds)
+
+
+def attempt(row: Row, tasks: list[Task], args: argparse.Namespace) -> Outcome:
+    """Train on each task, dense and quantized; an exception becomes the row's text."""
+    runs: list[tuple[Run, Run]] = []
+    word = "failed"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for task in tasks:
+                word = "eager fails"
+                dense = train(row, task, args.steps, None)
+                word = "failed"
+                runs.append((dense, train(row, task, args.steps, args.recipe)))
+    except Exception as error:
+        if args.verbose:
+            tqdm.write(traceback.format_exc(), file=sys.stderr)
+        return Outcome(row, word, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", tuple(runs))
+    return Outcome(row, *verdict(runs[-1][1].report), tuple(runs))
+
+
+def verdict(report: qcompile.Report) -> tuple[str, str]:
+    """How much of the state that is large enough is quantized, in a word, and why the rest is not."""
+    large = [s for s in report.states if math.prod(s.shape) >= LARGE]
+    if not large:
+        return "no state", f"none of {LARGE} elements or more"
+    reasons = dict.fromkeys(f"{s.key}: {s.reason}" for s in large if s.reason is not None)
+    word = "quantized" if not reasons else "partly" if any(s.reason is None for s in large) else "dense"
+    return word, "; ".join(reasons)
+
+
+def cells(outcome: Outcome, tasks: list[Task]) -> list[str]:
+    """The row of the table."""
+    losses = [""] * len(tasks)
+    for i, ((dense, _), difference) in enumerate(zip(outcome.runs, outcome.differences, strict=True)):
+        fell = dense.final < 0.98 * dense.losses[0]
+        losses[i] = f"{dense.final:.4f}, {100 * difference:+.2f} %{'' if fell else ' (dense loss did not fall)'}"
+    compiled = [""] * len(COMPILED)
+    if outcome.runs:
+        report = outcome.runs[-1][1].report
+        quantized = [s for s in report.states if s.reason is None]
+        own = share(sum(s.stored_bytes for s in quantized), sum(s.dense_bytes for s in quantized))
+        compiled = [
+            f"{own}, {share(report.state_bytes, report.dense_state_bytes)}",
+            f"{len(report.classes)}, {len(report.kernels)}, {report.graphs}",
+            f"{outcome.runs[-1][1].compile_seconds:.1f}",
+            proved(report),
+        ]
+    text = " ".join(f"{outcome.word}: {outcome.text}".split()) if outcome.text else outcome.word
+    return [outcome.row.title, *losses, *compiled, text if len(text) < 160 else text[:157] + "..."]
+
+
+def share(stored: int, dense: int) -> str:
+    return f"{stored / dense:.3f}" if dense else "-"
+
+
+def proved(report: qcompile.Report) -> str:
+    """Ranges that state is proved to stay in, and how it enters the update."""
+    found = []
+    for fact in (fact for s in report.states if math.prod(s.shape) >= LARGE for fact in s.facts):
+        first, kept, _ = fact.partition("\n")[0].partition(" is kept:")
+        if kept or first.startswith("h("):
+            found.append(f"`{first.replace(' in [0, inf)', ' >= 0')}`")
+    return "; ".join(dict.fromkeys(found))
+
+
+def markdown(row: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+
+
+def summary(outcomes: list[Outcome], tasks: list[Task]) -> str:
+    counts = Counter(o.word for o in outcomes)
+    others = [o for o in outcomes if o.row.family in PACKAGES and o.word in ("quantized", "partly")]
+    own = [o for o in outcomes if o.row.family == "torch.optim"]
+    found = [(abs(d), o.row.title, task.name) for o in own for d, task in zip(o.differences, tasks, strict=False)]
+    difference, title, task = max(found, default=(0.0, "no row", "no task"))
+    return (
+        f"{len(outcomes)} rows: {', '.join(f'{counts[word]} {word}' for word in WORDS)}; "
+        f"third-party optimizers with quantized state: {len(others)}; "
+        f"largest difference of the loss among torch.optim rows: {100 * difference:.2f} % ({title}, {task})"
+    )
+
+
+def chosen_rows(args: argparse.Namespace) -> list[Row]:
+    rows = torch_rows() + [row_of("by hand", cls, {}) for cls in HANDWRITTEN]
+    for package in PACKAGES if args.all or args.only else ():
+        rows += rows_of(package)
+    return [row for row in rows if re.search(args.only or "", row.title)]
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="optimizers of other packages too, and both tasks")
+    parser.add_argument("--only", metavar="REGEX", help="rows of any package in whose first cell this is found")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--recipe", default="8bit", choices=[r for r in qcompile.RECIPES if r != "dense"])
+    parser.add_argument("--out", metavar="FILE", type=Path, help="save the table, after each row")
+    parser.add_argument("--verbose", action="store_true", help="first and last dense losses, and tracebacks")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    logging.disable(logging.WARNING)
+    tasks = [REGRESSION, LANGUAGE] if args.all else [REGRESSION]
+    headers = ["optimizer", *(f"{task.name}: dense loss, difference" for task in tasks), *COMPILED, "state"]
+    lines = [markdown(headers), "|" + "---|" * len(headers)]
+    rows = chosen_rows(args)
+    print("\n".join(lines))
+    outcomes = []
+    with tqdm(rows, unit="row") as progress:
+        for row in progress:
+            progress.set_postfix_str(row.title)
+            outcome = attempt(row, tasks, args)
+            outcomes.append(outcome)
+            lines.append(markdown(cells(outcome, tasks)))
+            tqdm.write(lines[-1])
+            for task, (dense, _) in zip(tasks, outcome.runs, strict=False) if args.verbose else ():
+                tqdm.write(f"{task.name}: dense {dense.losses[0]:.4f} to {dense.final:.4f}", file=sys.stderr)
+            if args.out:
+                args.out.write_text("\n".join(lines) + "\n")
+    print(summary(outcomes, tasks))
+    expected = {"quantized", "partly", "dense", "no state"}
+    own = [o for o in outcomes if o.row.family == "torch.optim"]
+    return int(any(o.word not in expected and not (o.row.refused and o.word == "eager fails") for o in own))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -166,7 +166,8 @@ def _number_of(node: fx.Node) -> torch.SymFloat | torch.SymInt | None:
     """The Python number that an input is, or that the 0-d tensor stands for in which Dynamo hands it over."""
     values = [example_of(n) for n in (node, *node.users) if n is node or n.target == "item"]
     found = next((v for v in values if isinstance(v, torch.SymFloat | torch.SymInt)), None)
-    return found if found is not None and found.node.has_hint() else None
+    # Dynamo cannot guard on every expression, but on what is itself an input.
+    return found if found is not None and found.node.has_hint() and found.node.expr.is_Symbol else None
 
 
 def _sign_of(value: float) -> Interval:

@@ -210,10 +210,12 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return call(*args, **kwargs)
     except RuntimeError as error:
-        # `square_` and a few others, which `functionalize` does not know
+        # `square_`, `min(..., out=x)` and a few others, which `functionalize` does not know
         if "alias annotations" not in str(error) or not hasattr(torch, name.removesuffix("_")):
             raise
-        return args[0].copy_(getattr(torch, name.removesuffix("_"))(*args, **kwargs))
+        written = kwargs.get("out", args[0])
+        others = {k: v for k, v in kwargs.items() if k != "out"}
+        return written.copy_(getattr(torch, name.removesuffix("_"))(*args, **others))
 
 
 def _check_elementwise(gm: fx.GraphModule, shape: torch.Size) -> None:

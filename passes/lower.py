@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qcompile._compat import code_language, lower_with_inductor
+from qcompile._compat_inductor import code_language, lower_with_inductor
 from qcompile.exc import GraphSpecError
 from qcompile.passes.quantize_update import QuantizedUpdate
 from qcompile.runtime.launch import LAUNCH, Kernel

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qcompile._compat import code_language, copy_of
+from qcompile._compat import copy_of
+from qcompile._compat_inductor import code_language
 from qcompile.options import Choices, Options
 from qcompile.passes.analyse import Analysed, analyse
 from qcompile.passes.find_state import Inputs, find_state

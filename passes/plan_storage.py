@@ -259,7 +259,7 @@ def _fitted(node: fx.Node, choices: dict[fx.Node, _Choice], pairs: Pairs, inputs
         partner, pair = pairs.get(node, (None, None))
         if partner is not None and pair is not None and choices[partner].format is not None:
             choice.partner = inputs.state[partner]
-            eps = _eps_of(pair, slot.optimizer(), slot.param)
+            eps = _kept_eps(choice.tensor, _eps_of(pair, slot.optimizer(), slot.param))
             return dataclasses.replace(fmt, partner=choice.partner.key, eps=eps)
         given = wanted.recipe_for(slot.param, slot.key)
         if isinstance(given, Format) or given.signed is None:
@@ -272,6 +272,12 @@ def _fitted(node: fx.Node, choices: dict[fx.Node, _Choice], pairs: Pairs, inputs
             return dataclasses.replace(fmt, eps=_eps_of(found_pair, slot.optimizer(), slot.param))
         return dataclasses.replace(fmt, rounding="stochastic", eps=0.0)
     return fmt
+
+
+def _kept_eps(state: Tensor, eps: float) -> float:
+    """The eps that a state in update space is stored with, if it is about the same: it may depend on a bias correction."""
+    now = state.format.eps if isinstance(state, QuantizedState) and state.format.coordinate == "update" else 0.0
+    return now if 0.5 * eps <= now <= 2 * eps else eps
 
 
 def _eps_of(pair: Preconditioner, optimizer: Optimizer | None, param: Tensor | None) -> float:

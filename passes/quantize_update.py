@@ -13,8 +13,9 @@ only when a new scale is a fresh buffer, so there scales are returned and the ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -97,15 +98,27 @@ def _inputs(build: _Build, world: SymbolicRows, device: torch.device) -> Iterato
     for operand, fmt in zip(build.program.operands, build.storage, strict=True):
         if not isinstance(fmt, Format):
             shape = (world.rows, build.block_size) if build.formats else (world.rows,)
-            yield from world.parts(shape, fmt or operand.dtype, device, build.parts)
+            yield from _parts(world, shape, fmt or operand.dtype, device, build.parts)
             continue
-        yield from world.parts((world.rows, fmt.code_bytes), fmt.code_dtype, device, build.parts * fmt.bits // 8)
-        yield from world.parts((world.rows, fmt.scale_count), fmt.scale_dtype, device, fmt.scale_count)
+        codes = (world.rows, fmt.code_bytes)
+        yield from _parts(world, codes, fmt.code_dtype, device, build.parts * fmt.bits // 8)
+        yield from _parts(world, (world.rows, fmt.scale_count), fmt.scale_dtype, device, fmt.scale_count)
         if fmt.random:
             yield from (number(torch.int32), number(torch.int32))
     yield from (number(dtype) for dtype in build.program.scalar_dtypes)
     if any(fmt.random for fmt in build.formats):
         yield number(torch.int32)
+
+
+def _parts(
+    world: SymbolicRows, shape: Sequence[Any], dtype: torch.dtype, device: torch.device, count: int
+) -> list[Tensor]:
+    """`count` equal ranges of the columns of a tensor, as views that know where they begin."""
+    whole = world.empty(shape, dtype, device)
+    if count == 1:
+        return [whole]
+    with world.fake_mode:
+        return list(whole.split(shape[1] // count, dim=1))
 
 
 @dataclass(frozen=True, slots=True)

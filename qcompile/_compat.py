@@ -1,4 +1,4 @@
-"""Every private torch name that qcompile uses, each behind a function that says what it is for.
+"""Every private torch name that qcompile uses, each behind a function that says what it is for; Inductor's are next door.
 
 It probes features, not versions. `tests/test_compat.py` asserts the names and signatures, so that a new torch fails
 there first, with names. Imports of the compiler are inside the functions: importing qcompile stays cheap.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -30,7 +31,8 @@ NEEDED = (
     ("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx"),
     ("torch._dynamo.exc", "TensorifyScalarRestartAnalysis TorchDynamoException FailOnRecompileLimitHit"),
     ("torch._dynamo.source", "AttrSource DictGetItemSource GetItemSource"),
-    ("torch._dynamo.variables", "ConstDictVariable ListVariable"),
+    ("torch._dynamo.variables", "BuiltinVariable ConstDictVariable ListVariable SymNodeVariable"),
+    ("torch._dynamo.variables", "TorchInGraphFunctionVariable._get_handlers"),
     ("torch._dynamo.side_effects", "SideEffects.is_modified"),
     ("torch._inductor", "list_mode_options"),
     ("torch._inductor.choices", "InductorChoices.should_use_persistent_reduction"),
@@ -130,6 +132,23 @@ def stored_values(gm: fx.GraphModule) -> list[tuple[fx.Node | None, fx.Node]]:
     at, nodes = {where: n for n, where in inputs.items()}, {n.name: n for n in gm.graph.nodes}
     stored = {where: getattr(getattr(v, "proxy", None), "node", None) for where, v in new.items()}
     return [(at.get(where), nodes[n.name]) for where, n in stored.items() if n is not None and n.name in nodes]
+
+
+@functools.cache
+def trace_math_pow(backend: Any) -> None:
+    """Let Dynamo trace `math.pow` of a changing int or float for `backend`, as it traces `**`.
+
+    It computes it while it traces, and compiles again for each value: a bias correction, for each step (torch 2.13, 2.14).
+    """
+    from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, TorchInGraphFunctionVariable
+
+    def power(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if unwrap_backend(tx.output.compiler_fn)[0] is backend and any(isinstance(a, SymNodeVariable) for a in args):
+            floats = [BuiltinVariable(float).call_function(tx, [a], {}) for a in args]
+            return BuiltinVariable(operator.pow).call_function(tx, floats, kwargs)
+        return None
+
+    TorchInGraphFunctionVariable._get_handlers()[math.pow] = power
 
 
 def global_step_hooks() -> list[Callable[..., Any]]:
@@ -252,14 +271,6 @@ class SymbolicRows:
         with self.fake_mode:
             return torch.empty(shape, dtype=dtype, device=device)
 
-    def parts(self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device, count: int) -> list[Tensor]:
-        """`count` equal ranges of the columns of a tensor, as views that know where they begin."""
-        whole = self.empty(shape, dtype, device)
-        if count == 1:
-            return [whole]
-        with self.fake_mode:
-            return list(whole.split(shape[1] // count, dim=1))
-
     def guards(self) -> list[str]:
         """Conditions on `rows` that code generation assumed."""
         return [str(guard.expr) for guard in self.shape_env.guards]
@@ -277,124 +288,3 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: Any, decompos
 
     with mode, torch.no_grad():
         return make_fx(function, decomposition_table=select_decomp_table() if decompose else None)(*args)
-
-
-# -- Inductor ------------------------------------------------------------------------------------------------------
-
-
-def mode_options(mode: str | None) -> dict[str, Any]:
-    """Inductor's configuration for a mode of `torch.compile`."""
-    from torch._inductor import list_mode_options
-
-    return dict(list_mode_options(mode)) if mode else {}
-
-
-def stock_inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """What `backend="inductor"` does."""
-    from torch._inductor.compile_fx import compile_fx
-
-    return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(settings) or None))
-
-
-@contextlib.contextmanager
-def _outer_loop_fusion_without_key_error() -> Iterator[None]:
-    """Inductor's C++ asks where a buffer is read by a node that reads it under the name of its mutation, and fails.
-
-    `LoopBody.get_read_expr` raises KeyError in `try_outer_loop_fusion_with_local_buf` (torch 2.11 to 2.14). None makes
-    the caller keep that buffer in memory, which is what it does for every other pattern it does not know.
-    """
-    from torch._inductor.loop_body import LoopBody
-
-    original = LoopBody.get_read_expr
-
-    def get_read_expr(self: Any, name: str) -> Any:
-        with contextlib.suppress(KeyError):
-            return original(self, name)
-        return None
-
-    with mock.patch.object(LoopBody, "get_read_expr", get_read_expr):
-        yield
-
-
-@contextlib.contextmanager
-def _decoded_where_used() -> Iterator[None]:
-    """Compute what is one number per block, or is decoded from codes, where it is used.
-
-    Inductor stores what takes many operations, or is used twice and has a logarithm in it. Of one number per row that makes
-    a loop over rows alone, which keeps two loops over elements apart; of decoded state it makes a pass over memory.
-    """
-    from torch._inductor.ir import Pointwise, StorageBox
-    from torch._inductor.virtualized import V
-
-    on_reuse, exceeded = StorageBox.should_realize_on_reuse, StorageBox.has_exceeded_max_reads
-
-    def is_small(name: str) -> bool:
-        buffer = V.graph.graph_inputs.get(name) or V.graph.try_get_buffer(name)
-        size = [] if buffer is None else list(buffer.get_size())
-        return buffer is not None and (buffer.get_dtype().itemsize == 1 or not size or size[-1] == 1)
-
-    def is_cheap(box: Any) -> bool:
-        data = box.data
-        if not isinstance(data, Pointwise) or len(data.ranges) != 2:
-            return False
-        names = data.get_read_names()
-        return data.ranges[1] == 1 or bool(names and all(is_small(name) for name in names))
-
-    def should_realize_on_reuse(self: Any, *args: Any, **kwargs: Any) -> bool:
-        return bool(on_reuse(self, *args, **kwargs)) and not is_cheap(self)
-
-    def has_exceeded_max_reads(self: Any) -> bool:
-        return bool(exceeded(self)) and not is_cheap(self)
-
-    with (
-        mock.patch.object(StorageBox, "should_realize_on_reuse", should_realize_on_reuse),
-        mock.patch.object(StorageBox, "has_exceeded_max_reads", has_exceeded_max_reads),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _one_pass_reductions() -> Iterator[None]:
-    """Keep a whole block in registers up to 4096 elements; Inductor loops, and reads everything twice, from 1024 on."""
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.virtualized import V
-
-    class OnePass(InductorChoices):
-        @staticmethod
-        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            return not cooperative_reduction
-
-    with V.set_choices_handler(OnePass()):
-        yield
-
-
-def code_language(device: torch.device) -> str:
-    """What Inductor generates for a device now: "C++" or "Triton"."""
-    import torch._inductor.config as inductor_config
-
-    return "C++" if device.type == "cpu" and inductor_config.cpu_backend == "cpp" else "Triton"
-
-
-def lower_with_inductor(
-    gm: fx.GraphModule, inputs: Sequence[Tensor], mode: Any, settings: Mapping[str, Any]
-) -> tuple[Callable[[list[Any]], Any], str]:
-    """Compile a functional ATen graph, whose last nodes copy into inputs, and give the callable and its source.
-
-    The callable takes a list, which it empties, and returns the graph's outputs.
-    """
-    import torch._inductor.config as inductor_config
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.virtualized import V
-
-    allowed = {k: v for k, v in settings.items() if not k.startswith("triton.cudagraph")}
-    with (
-        inductor_config.patch({"max_fusion_size": 1024, **allowed}),
-        tracing(TracingContext(mode)),
-        V.set_fake_mode(mode),
-        _outer_loop_fusion_without_key_error(),
-        _one_pass_reductions(),
-        _decoded_where_used(),
-    ):
-        compiled = compile_fx_inner(gm, list(inputs))
-    return cast("Callable[[list[Any]], Any]", compiled), str(getattr(compiled, "source_code", ""))

@@ -17,12 +17,11 @@ from qcompile import hooks
 from qcompile._compat import (
     example_of,
     mark_static,
-    mode_options,
     require_supported_torch,
-    stock_inductor,
     trace_again,
     without_unused_attributes,
 )
+from qcompile._compat_inductor import mode_options, stock_inductor
 from qcompile.dense_step import activity
 from qcompile.exc import NotQuantizedError
 from qcompile.options import Options

@@ -118,6 +118,7 @@ def _trace_token() -> int:
     backend, keywords = _compat.tracing_backend()
     if backend is None or backend is not _backend:
         return -1
+    _compat.trace_math_pow(backend)
     options = Options.parse(keywords.get("options"))
     if options not in _tokens:
         _tokens.append(options)

@@ -91,6 +91,44 @@ def test_print_is_a_table() -> None:
     assert f"state: {report.state_bytes:,} bytes" in lines[-1]
 
 
+H = "h(v) = 1/(sqrt(v/(1 - beta2**t)) + eps)"
+
+
+def test_facts_are_what_was_proved() -> None:
+    """The sign with its proof, what the state remembers, and how the second moment divides."""
+    for s in trained(1)[2].explain().states:
+        if not s.shape:
+            assert s.facts == ()
+        elif s.key == "exp_avg":
+            assert s.facts[0].startswith("exp_avg in (-inf, inf) is all that is known")
+            assert s.facts[1:] == ("moment, decay beta1",)
+        else:
+            assert s.facts[0].startswith("exp_avg_sq in [0, inf) is kept:\n")
+            assert "mul(exp_avg_sq, 0.999) in [0, inf)" in s.facts[0]
+            assert s.facts[1:] == ("moment, decay beta2", H)
+
+
+def test_print_has_facts_once_per_kind() -> None:
+    """However many parameters, and update classes, have them."""
+    report = trained(3)[2].explain()
+    assert sum(H in s.facts for s in report.states) == 8
+    lines = str(report).splitlines()
+    assert lines.count(f"  exp_avg_sq: {H}") == 1
+    assert lines.count("exp_avg_sq in [0, inf) is kept:") == 1
+    assert lines.count("  exp_avg: moment, decay beta1") == 1
+    assert lines.index("exp_avg_sq in [0, inf) is kept:") > lines.index("step: 8 buffer(s), dense: a number")
+
+
+def test_facts_of_dense_state_are_in_the_report(params) -> None:
+    """What is refused has been looked at too."""
+    optimizer = torch.optim.RMSprop(params((64, 64)), centered=True)
+    optimizer.param_groups[0]["params"][0].grad = torch.randn(64, 64)
+    torch.compile(optimizer.step, backend="qstate", options={"recipe": "dense"})()
+    facts = {s.key: s.facts for s in qcompile.explain(optimizer).states if s.shape}
+    assert facts["square_avg"][0].startswith("square_avg in [0, inf) is kept")
+    assert facts["grad_avg"][1] == "moment, decay alpha"
+
+
 def test_before_any_step_and_after_clearing() -> None:
     _, optimizer, step = trained(1)
     fresh = torch.optim.AdamW([nn.Parameter(torch.randn(64, 64))])

@@ -77,8 +77,14 @@ return [_to_copy_default, add]""",
             "aten.linalg_vector_norm.default in its update is not elementwise",
         ),
         (lambda p, g, m: p.sub_(m.mul_(0.9).add_(g.sum(0))), "aten.sum.dim_IntList in its update is not elementwise"),
-        (lambda p, g, m: p.sub_(m.mul_(0.9).add_(torch.rand_like(g))), "aten.rand_like.default in its update is not elementwise"),
-        (lambda p, g, m: p.view(-1).sub_(m.mul_(0.9).add_(g).view(-1)), "view_copy.default in its update is not elementwise"),
+        (
+            lambda p, g, m: p.sub_(m.mul_(0.9).add_(torch.rand_like(g))),
+            "aten.rand_like.default in its update is not elementwise",
+        ),
+        (
+            lambda p, g, m: p.view(-1).sub_(m.mul_(0.9).add_(g).view(-1)),
+            "view_copy.default in its update is not elementwise",
+        ),
     ],
     ids=["matmul", "norm", "broadcast", "random", "view"],
 )

@@ -1,0 +1,132 @@
+"""The private names of Inductor, and what has to be different in it for one kernel per update: see `_compat`.
+
+What is patched here is patched while a kernel of ours is compiled, and Inductor's cache knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's configuration for a mode of `torch.compile`."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode)) if mode else {}
+
+
+def stock_inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """What `backend="inductor"` does."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(settings) or None))
+
+
+@contextlib.contextmanager
+def _outer_loop_fusion_without_key_error() -> Iterator[None]:
+    """Inductor's C++ asks where a buffer is read by a node that reads it under the name of its mutation, and fails.
+
+    `LoopBody.get_read_expr` raises KeyError in `try_outer_loop_fusion_with_local_buf` (torch 2.11 to 2.14). None makes
+    the caller keep that buffer in memory, which is what it does for every other pattern it does not know.
+    """
+    from torch._inductor.loop_body import LoopBody
+
+    original = LoopBody.get_read_expr
+
+    def get_read_expr(self: Any, name: str) -> Any:
+        with contextlib.suppress(KeyError):
+            return original(self, name)
+        return None
+
+    with mock.patch.object(LoopBody, "get_read_expr", get_read_expr):
+        yield
+
+
+@contextlib.contextmanager
+def _decoded_where_used() -> Iterator[None]:
+    """Compute what is one number per block, or is decoded from codes, where it is used.
+
+    Inductor stores what takes many operations, or is used twice and has a logarithm in it. Of one number per row that makes
+    a loop over rows alone, which keeps two loops over elements apart; of decoded state it makes a pass over memory.
+    """
+    from torch._inductor.ir import Pointwise, StorageBox
+    from torch._inductor.virtualized import V
+
+    on_reuse, exceeded = StorageBox.should_realize_on_reuse, StorageBox.has_exceeded_max_reads
+
+    def is_small(name: str) -> bool:
+        buffer = V.graph.graph_inputs.get(name) or V.graph.try_get_buffer(name)
+        size = [] if buffer is None else list(buffer.get_size())
+        return buffer is not None and (buffer.get_dtype().itemsize == 1 or not size or size[-1] == 1)
+
+    def is_cheap(box: Any) -> bool:
+        data = box.data
+        if not isinstance(data, Pointwise) or len(data.ranges) != 2:
+            return False
+        names = data.get_read_names()
+        return data.ranges[1] == 1 or bool(names and all(is_small(name) for name in names))
+
+    def should_realize_on_reuse(self: Any, *args: Any, **kwargs: Any) -> bool:
+        return bool(on_reuse(self, *args, **kwargs)) and not is_cheap(self)
+
+    def has_exceeded_max_reads(self: Any) -> bool:
+        return bool(exceeded(self)) and not is_cheap(self)
+
+    with (
+        mock.patch.object(StorageBox, "should_realize_on_reuse", should_realize_on_reuse),
+        mock.patch.object(StorageBox, "has_exceeded_max_reads", has_exceeded_max_reads),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _one_pass_reductions() -> Iterator[None]:
+    """Keep a whole block in registers up to 4096 elements; Inductor loops, and reads everything twice, from 1024 on."""
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.virtualized import V
+
+    class OnePass(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            return not cooperative_reduction
+
+    with V.set_choices_handler(OnePass()):
+        yield
+
+
+def code_language(device: torch.device) -> str:
+    """What Inductor generates for a device now: "C++" or "Triton"."""
+    import torch._inductor.config as inductor_config
+
+    return "C++" if device.type == "cpu" and inductor_config.cpu_backend == "cpp" else "Triton"
+
+
+def lower_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Tensor], mode: Any, settings: Mapping[str, Any]
+) -> tuple[Callable[[list[Any]], Any], str]:
+    """Compile a functional ATen graph, whose last nodes copy into inputs, and give the callable and its source.
+
+    The callable takes a list, which it empties, and returns the graph's outputs.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    allowed = {k: v for k, v in settings.items() if not k.startswith("triton.cudagraph")}
+    with (
+        inductor_config.patch({"max_fusion_size": 1024, **allowed}),
+        tracing(TracingContext(mode)),
+        V.set_fake_mode(mode),
+        _outer_loop_fusion_without_key_error(),
+        _one_pass_reductions(),
+        _decoded_where_used(),
+    ):
+        compiled = compile_fx_inner(gm, list(inputs))
+    return cast("Callable[[list[Any]], Any]", compiled), str(getattr(compiled, "source_code", ""))

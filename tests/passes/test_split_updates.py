@@ -1,0 +1,478 @@
+"""Updates that mix elements: the regions that are cut out of them, and that they train like the uncut ones.
+
+The optimizers are in `cut_updates`. In a snapshot `|` stands before the operations around the regions, in order, with the
+regions in them by number; a state that is read but not written in a region is decoded there for others to read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_params, set_grads
+from cut_updates import CASES, RATE, SHAPE, Case, EachItsOwn
+from expecttest import assert_expected_inline
+from torch import Tensor, fx
+from torch.optim import Optimizer
+
+import qcompile
+from qcompile.passes.pipeline import CompiledGraph, PlannedRegion
+from qcompile.passes.split_updates import INVERTED
+from qcompile.runtime.state import QuantizedState
+
+
+@pytest.fixture
+def cut(capture, analyse, params) -> Callable[..., CompiledGraph]:
+    """All passes but code generation on one optimizer, or on one of the updates."""
+
+    def run(what: Optimizer | str | Case) -> CompiledGraph:
+        if not isinstance(what, Optimizer):
+            what = EachItsOwn(params(SHAPE), [CASES[what] if isinstance(what, str) else what])
+        for group in what.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+        if not any(what.state.values()):
+            what.step()
+        return analyse(*capture(what.step), min_numel=0, block_size=32)
+
+    return run
+
+
+def regions_of(compiled: CompiledGraph) -> list[PlannedRegion]:
+    """All regions, in the order in which the graph runs them."""
+    order = {n: i for i, n in enumerate(compiled.gm.graph.nodes)}
+    found = [item for group in compiled.classes for item in group.regions]
+    return sorted(found, key=lambda item: max(order[n] for n in item.region.nodes))
+
+
+def text(compiled: CompiledGraph) -> str:
+    """The regions with their programs, and the operations around them."""
+    items = regions_of(compiled)
+    lines = []
+    for i, item in enumerate(items):
+        lines.append(f"{i}: {head(item)}")
+        lines += [f"   {line}" for line in program(item)]
+    return "\n".join([*lines, f"| {around(compiled, items)}"])
+
+
+def head(item: PlannedRegion) -> str:
+    """What a region reads, and after the arrow what it writes; `8bit` where that is stored in 8 bits."""
+    named = [(operand, name(item, i)) for i, operand in enumerate(item.program.operands)]
+    kinds = [f"{n} 8bit" if fmt is not None else n for (_, n), fmt in zip(named, item.storage, strict=True)]
+    read = [kind for (operand, _), kind in zip(named, kinds, strict=True) if operand.role != "result"]
+    written = [n for operand, n in named if operand.written]
+    return f"{', '.join(read)} -> {', '.join(written) or 'nothing'}"
+
+
+def name(item: PlannedRegion, i: int) -> str:
+    operand, inputs = item.program.operands[i], item.region.inputs
+    if operand.role == "result":
+        return f"result{operand.index - len(inputs)}"
+    node = inputs[operand.index]
+    return item.plans[node].slot.key if node in item.plans else operand.role
+
+
+def program(item: PlannedRegion) -> list[str]:
+    graph = item.program.elements.graph
+    shown: dict[fx.Node, str] = {}
+    lines = []
+    for i, node in enumerate(graph.nodes):
+        if node.op == "placeholder":
+            count = len(item.program.operands)
+            shown[node] = name(item, i) if i < count else f"n{i - count}"
+        elif str(node.target) == "aten.copy.default":
+            shown[node] = shown[node.args[1]]
+        elif node.op == "call_function":
+            shown[node] = f"x{len(lines)}"
+            given = [*map(str, fx.node.map_arg(node.args, shown.__getitem__))]
+            given += [f"{k}={v}" for k, v in node.kwargs.items() if k in ("alpha", "value")]
+            lines.append(f"x{len(lines)} = {str(node.target).split('.')[1]}({', '.join(given)})")
+        else:
+            lines.append(f"return {', '.join(shown[n] for n in node.args[0])}")
+    return lines
+
+
+def around(compiled: CompiledGraph, items: list[PlannedRegion]) -> str:
+    region_of = {n: i for i, item in enumerate(items) for n in item.region.nodes}
+    last = {max(item.region.nodes, key=list(compiled.gm.graph.nodes).index): i for i, item in enumerate(items)}
+    words = []
+    for node in compiled.gm.graph.nodes:
+        if node in last:
+            words.append(str(last[node]))
+        elif node not in region_of and node.op.startswith("call") and "_set_grad_enabled" not in node.name:
+            word = str(node.target).split(".")[1] if str(node.target).startswith("aten.") else node.name
+            words.append(word.removesuffix("_copy"))
+    return " ".join(words)
+
+
+def plans_of(compiled: CompiledGraph) -> dict[str, Any]:
+    return {plan.slot.key: plan for item in regions_of(compiled) for plan in item.plans.values()}
+
+
+def test_muon(cut, params) -> None:
+    """A result of the only region goes into Newton-Schulz, and one class serves two shapes."""
+    compiled = cut(torch.optim.Muon(params((64, 64), (128, 64)), lr=RATE, ns_steps=1))
+    assert [len(group.regions) for group in compiled.classes] == [2]
+    compiled = cut(torch.optim.Muon(params((64, 64)), lr=RATE, ns_steps=1))
+    assert_expected_inline(
+        text(compiled),
+        """\
+0: momentum_buffer 8bit, input -> momentum_buffer, result0
+   x0 = lerp(momentum_buffer, input, 0.050000000000000044)
+   x1 = lerp(input, x0, 0.95)
+   x2 = _to_copy(x1)
+   return x0, x2
+| 0 mul linalg_vector_norm clamp div permute mm addmm addmm add copy_""",
+    )
+
+
+def test_lamb(cut) -> None:
+    """Both moments and their ratio are one region; the norms, and the parameter, wait for it."""
+    assert_expected_inline(
+        text(cut("lamb")),
+        """\
+0: m 8bit, input, v -> m, v, result0
+   x0 = lerp(m, input, 0.1)
+   x1 = mul(v, 0.99)
+   x2 = mul(input, input)
+   x3 = fma(x2, 0.01, x1)
+   x4 = div(x0, n0)
+   x5 = div(x3, n1)
+   x6 = sqrt(x5)
+   x7 = add(x6, 1e-06)
+   x8 = div(x4, x7)
+   return x0, x3, x8
+| norm mul 0 linalg_vector_norm clamp div mul sub copy_ copy_""",
+    )
+
+
+def test_lamb_keeps_its_second_moment_non_negative(cut) -> None:
+    """The counter is written in the update, so that its bias correction is known to be positive."""
+    plan = plans_of(cut("lamb"))["v"]
+    assert plan.proved == "non-negative"
+    assert plan.format is not None, plan.reason
+
+
+def test_soap(cut) -> None:
+    compiled = cut("soap")
+    assert_expected_inline(
+        text(compiled),
+        """\
+0: q 8bit -> result0
+   x0 = clone(q)
+   return x0
+1: exp_avg 8bit, input -> exp_avg, result0
+   x0 = lerp(exp_avg, input, 0.1)
+   return x0, x0
+2: exp_avg_sq 8bit -> result0
+   x0 = mul(exp_avg_sq, 0.95)
+   return x0
+3: input, input, input, exp_avg_sq 8bit -> exp_avg_sq, result0
+   x0 = mul(input, input)
+   x1 = fma(x0, 0.05, input)
+   x2 = sqrt(x1)
+   x3 = add(x2, 1e-08)
+   x4 = div(input, x3)
+   return x1, x4
+4: stat, input -> stat, result0
+   x0 = lerp(stat, input, 0.001)
+   return x0, x0
+5: input, input, q 8bit -> q
+   return input
+| 0 1 2 mm mm permute permute mm 3 4 mm mm linalg_qr getitem_1 5 sub copy_""",
+    )
+    plans = plans_of(compiled)
+    assert plans["stat"].reason == INVERTED
+    assert all(plans[key].format is not None for key in ("exp_avg", "exp_avg_sq", "q"))
+
+
+def test_soap_keeps_its_second_moment_non_negative(cut) -> None:
+    """It is read and written after the projection: nothing of it is needed before."""
+    assert plans_of(cut("soap"))["exp_avg_sq"].proved == "non-negative"
+
+
+def test_shampoo(cut) -> None:
+    """Statistics that are factorized stay dense, whatever their values."""
+    compiled = cut("shampoo")
+    assert_expected_inline(
+        text(compiled),
+        """\
+0: stat, input -> stat, result0
+   x0 = lerp(stat, input, 0.1)
+   return x0, x0
+| permute mm 0 _linalg_eigh getitem getitem_1 permute clamp pow mul mm mm sub copy_""",
+    )
+    (plan,) = plans_of(compiled).values()
+    assert (plan.format, plan.reason, plan.by_choice) == (None, INVERTED, False)
+
+
+def test_two_levels(cut) -> None:
+    """The norm needs all of the state before its new value can be made: it is decoded, and written later."""
+    assert_expected_inline(
+        text(cut("two_levels")),
+        """\
+0: m 8bit -> result0
+   x0 = mul(m, 0.9)
+   return x0
+1: input, input, param, m 8bit -> param, m
+   x0 = div(input, n0)
+   x1 = add(input, x0)
+   x2 = sub(param, x1, alpha=0.01)
+   return x2, x1
+| 0 linalg_vector_norm 1""",
+    )
+
+
+def test_previous(cut) -> None:
+    """What is stored has nothing of the state in it."""
+    assert_expected_inline(
+        text(cut("previous")),
+        """\
+0: last 8bit, input -> last, result0, result1
+   x0 = clone(last)
+   x1 = mul(input, x0)
+   return input, x0, x1
+| norm 0 sum linalg_vector_norm mul add div add mul mul sub copy_""",
+    )
+
+
+def test_parameter_is_written_when_all_have_read_it(cut) -> None:
+    compiled = cut("read_before")
+    assert_expected_inline(
+        text(compiled),
+        """\
+0: m 8bit, input, param -> m, result0
+   x0 = lerp(m, input, 0.1)
+   x1 = sub(param, x0, alpha=0.01)
+   return x0, x1
+1: w, input -> w, result0
+   x0 = lerp(w, input, 0.1)
+   x1 = mul(x0, 1e-06)
+   return x0, x1
+| 0 permute mm permute mm 1 mm sub copy_""",
+    )
+    assert not any(operand.role == "param" and operand.written for operand in regions_of(compiled)[0].program.operands)
+
+
+def test_counted(cut) -> None:
+    assert_expected_inline(
+        text(cut("counted")),
+        """\
+0: m 8bit, input -> m, result0
+   x0 = mul(m, n0)
+   x1 = add(x0, input)
+   return x1, x1
+| add pow mul 0 linalg_vector_norm div mul sub copy_ copy_""",
+    )
+
+
+def test_drawn(cut) -> None:
+    """Random numbers are drawn outside, by torch's generator."""
+    assert_expected_inline(
+        text(cut("drawn")),
+        """\
+0: m 8bit -> result0
+   x0 = mul(m, 0.9)
+   return x0
+1: input, input, input, param, m 8bit -> param, m
+   x0 = lt(input, 0.5)
+   x1 = mul(input, x0)
+   x2 = add(input, x1)
+   x3 = sub(param, x2, alpha=0.01)
+   return x3, x2
+| 0 rand_like 1""",
+    )
+
+
+def test_constants(cut) -> None:
+    assert_expected_inline(text(cut("constants")), """""")
+
+
+def test_two_results(cut) -> None:
+    """Both are read by products, and by what the step returns."""
+    compiled = cut("two_results")
+    assert_expected_inline(
+        text(compiled),
+        """\
+0: m 8bit, input -> m, result0, result1
+   x0 = mul(m, 0.9)
+   x1 = add(x0, input)
+   x2 = mul(x1, 0.9)
+   x3 = add(x2, input)
+   return x1, x1, x3
+| 0 permute mm mm mean sum sub copy_""",
+    )
+    assert compiled.in_place
+
+
+@pytest.mark.parametrize("recipe", ["8bit", "4bit"])
+def test_matrices_that_are_inverted_stay_dense(capture, analyse, params, recipe: str) -> None:
+    functions: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda s, g: torch.linalg.inv(s) @ g,
+        lambda s, g: torch.linalg.solve(s + 0, g),
+        lambda s, g: torch.cholesky_solve(g, torch.linalg.cholesky(s)),
+        lambda s, g: torch.linalg.svd(s.T)[0] @ g,
+    ]
+
+    def update(p: Tensor, g: Tensor, stat: Tensor, *, apply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        stat.lerp_((g * g).sum() * torch.eye(32), 0.1)
+        p.sub_(apply(stat, g), alpha=RATE)
+
+    cases = [Case(functools.partial(update, apply=f), (("stat", (32, 32)),)) for f in functions]
+    optimizer = EachItsOwn(params(*[(32, 32)] * len(cases)), cases)
+    set_grads(optimizer.param_groups[0]["params"], 1)
+    compiled = analyse(*capture(optimizer.step), min_numel=0, block_size=32, recipe=recipe)
+    found = [plan for item in regions_of(compiled) for plan in item.plans.values()]
+    assert len(found) == len(cases)
+    assert all((plan.format, plan.reason) == (None, INVERTED) for plan in found)
+
+
+def test_a_square_product_that_is_not_collected_is_quantized(cut) -> None:
+    """A projection that is replaced by a product, of a square shape by chance."""
+
+    def update(p: Tensor, g: Tensor, low: Tensor) -> None:
+        p.sub_(g @ low, alpha=RATE)
+        low.copy_(g.T @ g)
+
+    plan = plans_of(cut(Case(update, (("low", (64, 64)),))))["low"]
+    assert plan.format is not None, plan.reason
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What 4 steps on the same gradients came to."""
+
+    begin: list[Tensor]
+    params: list[Tensor]
+    states: list[dict[str, Tensor]]
+    returned: list[Any]
+    optimizer: Optimizer
+
+    def moved(self, i: int) -> Tensor:
+        return (self.params[i] - self.begin[i]).abs().max()
+
+
+def trained(
+    make: Callable[[], tuple[list[torch.nn.Parameter], Optimizer]], recipe: str | None, steps: int = 4
+) -> Trained:
+    torch._dynamo.reset()
+    torch.manual_seed(5)
+    params, optimizer = make()
+    begin = [p.detach().clone() for p in params]
+    options = {"recipe": recipe, "min_numel": 0, "block_size": 64, "inductor": {"fallback_random": True}}
+    step = optimizer.step if recipe is None else torch.compile(optimizer.step, backend="qstate", options=options)
+    returned = []
+    for i in range(steps):
+        set_grads(params, i)
+        returned.append(step())
+    states = [dict(optimizer.state[p]) for p in params]
+    return Trained(begin, [p.detach().clone() for p in params], states, returned, optimizer)
+
+
+def trained_on(cases: list[Case]) -> dict[str | None, Trained]:
+    def make() -> tuple[list[torch.nn.Parameter], Optimizer]:
+        params = make_params(*[SHAPE] * len(cases))
+        return params, EachItsOwn(params, cases)
+
+    return {recipe: trained(make, recipe) for recipe in (None, "dense", "8bit")}
+
+
+TOGETHER = [case for case in CASES if case != "constants"]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str | None, Trained]:
+    """All updates in one optimizer, so that little is compiled."""
+    return trained_on([CASES[case] for case in TOGETHER])
+
+
+def rounding(result: Trained, i: int, steps: int = 4) -> Tensor:
+    """Each step rounds the new parameter once."""
+    return steps * torch.finfo(torch.float32).eps * result.params[i].abs().max()
+
+
+# Sums over all elements, products and factorizations run in another order.
+REORDERED = {"soap": 1e-4, "shampoo": 1e-4, "previous": 1e-4, "read_before": 1e-5, "two_results": 1e-5, "lamb": 1e-5}
+
+
+def check(results: dict[str | None, Trained], i: int, case: str) -> None:
+    """Dense and 8 bits against eager."""
+    eager = results[None]
+    for recipe, error in (("dense", REORDERED.get(case, 1e-6)), ("8bit", CASES[case].error)):
+        difference = (eager.params[i] - results[recipe].params[i]).abs().max()
+        assert difference <= error * eager.moved(i) + rounding(eager, i), (recipe, CASES[case].why)
+        if "step" in eager.states[i]:
+            assert results[recipe].states[i]["step"] == eager.states[i]["step"] == 4
+    for key, expected in eager.states[i].items():
+        got = results["dense"].states[i][key]
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_trains_like_eager(results, case: str) -> None:
+    check(results, TOGETHER.index(case), case)
+
+
+def test_constants_train_like_eager() -> None:
+    check(trained_on([CASES["constants"]]), 0, "constants")
+
+
+def test_what_the_step_returns(results) -> None:
+    """The results of the last step: numbers that were made from a region's results."""
+    i = TOGETHER.index("two_results")
+    for recipe, tolerance in (("dense", 1e-4), ("8bit", 0.1)):
+        for step in range(4):
+            expected, got = results[None].returned[step][i], results[recipe].returned[step][i]
+            torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance * 0.01)
+
+
+def test_all_of_it_is_compiled_once(results) -> None:
+    """Once for state as it was, at most once more after its conversion."""
+    assert qcompile.explain(results["8bit"].optimizer).graphs <= 2
+    assert qcompile.explain(results["dense"].optimizer).graphs == 1
+
+
+def test_state_is_quantized(results) -> None:
+    states = dict(zip(TOGETHER, results["8bit"].states, strict=True))
+    kept = {(case, key) for case, named in states.items() for key, v in named.items() if type(v) is Tensor}
+    numbers = {("lamb", "step"), ("counted", "step")}
+    assert kept - numbers <= {("soap", "stat"), ("shampoo", "stat"), ("read_before", "w"), ("lamb", "v")}
+
+
+def test_muon_trains_like_eager() -> None:
+    """Newton-Schulz runs in bfloat16: one rounding there is 2**-8, and an iteration's slope at zero is 3.4."""
+
+    def make() -> tuple[list[torch.nn.Parameter], Optimizer]:
+        params = make_params((64, 64), (128, 64))
+        return params, torch.optim.Muon(params, lr=RATE, ns_steps=1)
+
+    eager, dense, ours = (trained(make, recipe) for recipe in (None, "dense", "8bit"))
+    assert all(isinstance(state["momentum_buffer"], QuantizedState) for state in ours.states)
+    for i in range(2):
+        for result, error in ((dense, 3.4 * 2**-8), (ours, 3.4 * (2**-8 + 3 * 0.0071))):
+            assert (eager.params[i] - result.params[i]).abs().max() <= error * eager.moved(i)
+
+
+def test_stores_are_exact_when_nothing_changes(params) -> None:
+    """Three steps without gradient and without decay leave every code as it is, although the update is cut."""
+
+    def update(p: Tensor, g: Tensor, m: Tensor) -> None:
+        m.copy_(torch.where(g == 0, m, 0.9 * m + g))
+        p.sub_(m / m.norm(), alpha=RATE)
+
+    optimizer = EachItsOwn(params(SHAPE), [replace(CASES["two_levels"], update=update)])
+    (p,) = optimizer.param_groups[0]["params"]
+    optimizer.state[p]["m"] = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    step = torch.compile(optimizer.step, backend="qstate", options={"min_numel": 0, "block_size": 64})
+    p.grad = torch.zeros_like(p)
+    step()
+    before = optimizer.state[p]["m"]
+    assert isinstance(before, QuantizedState)
+    codes = before.codes.clone()
+    for _ in range(2):
+        step()
+    assert torch.equal(optimizer.state[p]["m"].codes, codes)
