@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ class ClassSummary:
     dense: Kernel | None
 
 
+log = logging.getLogger("qcompile")
+# From here on it is worth a line that a step is compiled again and again.
+MANY_GRAPHS = 24
 Place = tuple[int, tuple[Hashable, ...]]
 
 
@@ -115,6 +119,12 @@ def _apply(plan: StatePlan, group: ClassSummary | None, seen: set[int], seed: in
     if id(optimizer) not in seen:
         seen.add(id(optimizer))
         record.graphs += 1
+        if record.graphs == MANY_GRAPHS:
+            log.warning(
+                "the step of %s was compiled %d times; TORCH_LOGS='recompiles' shows why",
+                type(optimizer).__name__,
+                MANY_GRAPHS,
+            )
         record.dense_reason = None
     record.plans[key] = plan
     record.classes.pop(key, None)

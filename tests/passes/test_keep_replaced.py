@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import qcompile
+from qcompile._compat import trace_again
 from qcompile.runtime.state import QuantizedState
 
 STEPS = 5
@@ -153,6 +154,23 @@ NOT_KEPT: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     "other shape": (other_shape, ("m",)),
     "the gradient itself": (the_gradient_itself, ("m",)),
 }
+
+
+def test_a_changed_shape_is_traced_few_times(params, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once more for the shape, once more for the conversion."""
+    reasons = []
+
+    def counted(reason: str) -> None:
+        reasons.append(reason)
+        trace_again(reason)
+
+    monkeypatch.setattr("qcompile.backend.trace_again", counted)
+    ours = params((64, 64))
+    step = compiled(Replacing(ours, other_shape, "m"), recipe="dense")
+    for i in range(3):
+        set_grads(ours, i)
+        step()
+    assert len(reasons) <= 3, f"{len(reasons)} times, first {reasons[0]!r}"
 
 
 @pytest.mark.parametrize("name", list(NOT_KEPT))
