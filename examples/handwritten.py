@@ -134,18 +134,17 @@ class FlatAdamW(Optimizer):
         total = sum(p.numel() for p in self.params)
         self.exp_avg = torch.zeros(total)
         self.exp_avg_sq = torch.zeros(total)
-        self.t = 0
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         group = self.param_groups[0]
         beta1, beta2 = group["betas"]
-        self.t += 1
+        group["step"] = group.get("step", 0) + 1
         grad = torch.cat([p.grad.flatten() for p in self.params if p.grad is not None])
         self.exp_avg.lerp_(grad, 1 - beta1)
         self.exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denominator = (self.exp_avg_sq / (1 - beta2**self.t)).sqrt().add_(group["eps"])
-        update = self.exp_avg / denominator * (group["lr"] / (1 - beta1**self.t))
+        denominator = (self.exp_avg_sq / (1 - beta2 ** group["step"])).sqrt().add_(group["eps"])
+        update = self.exp_avg / denominator * (group["lr"] / (1 - beta1 ** group["step"]))
         start = 0
         for p in self.params:
             p.mul_(1 - group["lr"] * group["weight_decay"])

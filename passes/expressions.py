@@ -207,6 +207,10 @@ class _Printer(StrPrinter):  # type: ignore[misc]
         return f"{expr.args[0].name}({self.stringify(expr.args[1:], ', ')})"
 
 
+# Nobody subtracts these from 1.
+RATES = frozenset({"lr", "eps", "weight_decay"})
+
+
 def spell(expr: sympy.Expr, hyperparameters: Mapping[str, float]) -> str:
     """Text, with a constant that equals a hyper-parameter, or 1 minus one, called by its name.
 
@@ -219,7 +223,7 @@ def spell(expr: sympy.Expr, hyperparameters: Mapping[str, float]) -> str:
 
 def _named(value: float, hyperparameters: Mapping[str, float]) -> sympy.Expr | None:
     equal = [name for name, given in hyperparameters.items() if given == value]
-    rest = [name for name, given in hyperparameters.items() if 0 < given < 1 and 1 - given == value]
+    rest = [n for n, given in hyperparameters.items() if 0 < given < 1 and 1 - given == value and n not in RATES]
     if len(equal) == 1:
         return sympy.Symbol(equal[0], positive=True)
     return 1 - sympy.Symbol(rest[0], positive=True) if not equal and len(rest) == 1 else None

@@ -69,6 +69,16 @@ class Slot:
             return None
         return value
 
+    def holders(self) -> list[Any]:
+        """The containers in which the tensor lies."""
+        found = []
+        for slot in (self, *self.others):
+            holder = slot._root()
+            for key in slot.path[:-1]:
+                holder = holder[key]
+            found.append(holder)
+        return found
+
     def set(self, tensor: Tensor) -> None:
         """Put another tensor there, and wherever else the old one was."""
         assert self.marked is None

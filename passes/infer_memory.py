@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import sympy
+from sympy.core.function import AppliedUndef
 
 from qcompile.passes.expressions import Maximum, Minimum, Where, compute, constants_of, derivative, spell
 from qcompile.passes.functionalize import UpdateProgram
@@ -137,6 +138,6 @@ def _sum_of_derivatives(value: sympy.Expr, symbols: list[sympy.Symbol | None], u
 
 def _number(expr: sympy.Expr) -> float:
     """The value; NaN where it depends on more than constants."""
-    if expr.free_symbols - constants_of(expr).keys():
+    if expr.free_symbols - constants_of(expr).keys() or expr.has(AppliedUndef):
         return math.nan
     return float(compute(expr, {}))

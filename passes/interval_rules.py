@@ -246,6 +246,8 @@ RULES: dict[str, Rule] = {
     "aten.copysign": _copysign,
     "aten.cos": _within(SYMMETRIC),
     "aten.detach": _copy(0),
+    "aten.detach_copy": _copy(0),
+    "aten.alias_copy": _copy(0),
     "aten.div": _div,
     "aten.erf": _monotone(math.erf, into=SYMMETRIC, ulps=4),
     "aten.exp": _monotone(math.exp, into=NON_NEGATIVE, ulps=4),

@@ -57,6 +57,7 @@ SYMMETRIC = Interval(-1.0, 1.0)
 
 # They give back the value of one argument; the number says which.
 COPIES = {"aten.clone": 0, "aten.alias": 0, "aten.detach": 0, "aten._to_copy": 0, "aten.copy": 1}
+COPIES |= {"aten.detach_copy": 0, "aten.alias_copy": 0}
 COPIES |= {"aten.lift_fresh_copy": 0, "prims.convert_element_type": 0}
 
 

@@ -25,6 +25,7 @@ Nothing of the user's is changed here: conversion of state is `qcompile.backend`
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qcompile._compat import copy_of
+from qcompile._compat import copy_of, is_read_again
 from qcompile._compat_inductor import code_language
 from qcompile.options import Choices, Options
 from qcompile.passes.analyse import Analysed, analyse
@@ -51,6 +52,9 @@ from qcompile.passes.verify import verify
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel, Layout
 from qcompile.runtime.layout import order_of, row_order
+from qcompile.runtime.state import QuantizedState
+
+DEFERRED = "the compiled function holds it in a variable; it is converted when that has run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ class CompiledGraph:
         classes: the update classes.
         refused: plans of the state that no region could take.
         in_place: whether each region runs in its place in the graph, instead of after the rest.
+        deferred: plans of state that the running function holds in a variable: it is updated as it is stored now, and
+            converted when the function has run.
     """
 
     gm: fx.GraphModule
@@ -111,6 +117,7 @@ class CompiledGraph:
     classes: tuple[CompiledClass, ...]
     refused: dict[fx.Node, StatePlan]
     in_place: bool
+    deferred: dict[fx.Node, StatePlan]
 
 
 def updates_state(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -135,13 +142,16 @@ def compile_updates(
     wanted.require_matches(_states(inputs))
     refused = {node: refuse_state(node, inputs, reason, wanted) for node, reason in outline.refused.items()}
     planned: list[PlannedRegion] = []
+    deferred: dict[fx.Node, StatePlan] = {}
     in_place = outline.in_place
     for region in outline.regions:
         analysed, dense, reasons = _analyse(gm, region, inputs)
         in_place |= not analysed or analysed[0].region is not region
         for node, reason in reasons.items():
             refused[node] = refuse_state(node, inputs, reason, wanted)
-        plans = plan_storage(analysed, dense, inputs, wanted)
+        final = plan_storage(analysed, dense, inputs, wanted)
+        plans = {node: _for_now(node, plan, inputs) for node, plan in final.items()}
+        deferred.update({node: final[node] for node in plans if plans[node] is not final[node]})
         for a in analysed:
             own = {node: plans[node] for _, node in a.state()}
             planned.append(PlannedRegion(a.region, a.program, a.preconditioners, own, inputs))
@@ -149,7 +159,7 @@ def compile_updates(
     for item in planned:
         by_key.setdefault(item.key, []).append(item)
     classes = tuple(_compile_class(tuple(group), inputs, settings) for group in by_key.values())
-    return CompiledGraph(gm, inputs, classes, refused, in_place)
+    return CompiledGraph(gm, inputs, classes, refused, in_place, deferred)
 
 
 # Kept for the life of the process: a reloaded checkpoint or a new parameter group compiles nothing again.
@@ -184,6 +194,16 @@ def _analyse(
         except NotElementwise as reason:
             refused.update({n: str(reason) for n in part.inputs if n in inputs.state})
     return analysed, dense, refused
+
+
+def _for_now(node: fx.Node, plan: StatePlan, inputs: Inputs) -> StatePlan:
+    """The plan, or one that leaves a state as it is stored, where the function that is being compiled would not see another."""
+    tensor, slot = inputs.tensors[node], inputs.state[node]
+    stored = tensor.format if isinstance(tensor, QuantizedState) else None
+    is_same = (stored is None) == (plan.format is None)
+    if is_same or node.op != "placeholder" or slot.marked is not None or is_read_again(node, slot.holders()):
+        return plan
+    return dataclasses.replace(plan, format=stored, reason=None if stored else DEFERRED, by_choice=True, partner=None)
 
 
 def _compile_class(group: tuple[PlannedRegion, ...], inputs: Inputs, settings: Mapping[str, Any]) -> CompiledClass:

@@ -68,7 +68,7 @@ class _Cut:
         for node in self.copies.values():
             self.kinds[node] = ELEMENTWISE if node.args[0] in self.state else MIXING
         self.dense = {self.sources[n]: INVERTED for n in self.state if self._is_inverted(n)}
-        self.levels = self._levels()
+        self.levels = self._sunk(self._levels())
         for node in self.state:
             self._decode_once(node)
         self.part_of = self._parts()
@@ -84,6 +84,13 @@ class _Cut:
             read = [node.args[1]] if node.target is COPY else node.all_input_nodes
             after = [levels[a] + (self.kinds.get(a) == MIXING and kind != MIXING) for a in read]
             levels[node] = max(after, default=0)
+        return levels
+
+    def _sunk(self, levels: dict[fx.Node, int]) -> dict[fx.Node, int]:
+        """Elementwise nodes as late as what reads them: what one region could compute is not handed to it."""
+        for node in reversed(list(self.kinds)):
+            if self.kinds[node] == ELEMENTWISE and node.target is not COPY and all(u in levels for u in node.users):
+                levels[node] = max(levels[node], min((levels[u] for u in node.users), default=0))
         return levels
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:
@@ -134,7 +141,26 @@ class _Cut:
             part = part_of.get(value)
             if part is not None and all(part_of.get(u) is part for u in self._readers(target)):
                 part_of[copy] = part
+        for target, copy in self.copies.items():
+            value = copy.args[1]
+            if isinstance(value, fx.Node) and self.kinds.get(value) == NUMBER:
+                part, *others = self._read_in(target, part_of) or {None}
+                if part is not None and not others:
+                    part_of[copy], self.levels[copy] = part, self.levels[part]
         return part_of
+
+    def _read_in(self, target: fx.Node, part_of: Mapping[fx.Node, fx.Node]) -> set[fx.Node | None]:
+        """The regions that read a number that is written, its new value, or numbers made of them; None for no region."""
+        found: set[fx.Node | None] = set()
+        value = self.copies[target].args[1]
+        queue = [target, *([value] if isinstance(value, fx.Node) else [])]
+        while queue:
+            for user in queue.pop().users:
+                if self.kinds.get(user) == NUMBER:
+                    queue.append(user)
+                elif user is not self.copies.get(target):
+                    found.add(part_of.get(user))
+        return found
 
     def _is_inverted(self, state: fx.Node) -> bool:
         """Whether a matrix goes into a decomposition as it is, or collects products of matrices."""
@@ -161,7 +187,9 @@ class _Cut:
             seen.add(node)
             products |= any(p in str(node.target) for p in PRODUCTS)
             depends |= node is state
-            if self.kinds.get(node) == ELEMENTWISE or any(m in str(node.target) for m in MOVES):
+            if str(node.target).startswith("aten.copy."):
+                queue.append(node.args[1])
+            elif self.kinds.get(node) == ELEMENTWISE or any(m in str(node.target) for m in MOVES):
                 queue.extend(node.all_input_nodes)
         return products and depends
 
@@ -176,8 +204,7 @@ class _Cut:
             for node in self.constants:
                 env[node] = self._constant(gm, node)
             for node in self._order():
-                env[node] = gm.graph.node_copy(node, lambda n: env[n])
-                env[node].meta = {"example_value": node.meta.get("val")}
+                env[node] = self._copied(gm.graph, node, env)
         results = next(n for n in self.graph.nodes if n.op == "output").args[0]
         for old, new in zip(self.region.outputs, results, strict=True):
             for user in [u for u in old.users if u not in self.region.nodes]:
@@ -186,6 +213,22 @@ class _Cut:
         erase_regions(gm.graph, set(self.region.nodes))
         gm.graph.lint()
         return Split(regions, self.dense)
+
+    def _copied(self, graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        """A node of the program in the graph.
+
+        `x + alpha * y` in two operations where y is a product of matrices: Inductor makes one of both, and drops alpha
+        (torch 2.13).
+        """
+        factor = node.args[1] if node.target is aten.add.Tensor and "alpha" in node.kwargs else None
+        if isinstance(factor, fx.Node) and self.kinds.get(factor) == MIXING and node not in self.part_of:
+            scaled = graph.call_function(aten.mul.Tensor, (env[factor], node.kwargs["alpha"]))
+            scaled.meta = {"example_value": factor.meta["val"]}
+            new = graph.call_function(aten.add.Tensor, (env[node.args[0]], scaled))  # type: ignore[index]
+        else:
+            new = graph.node_copy(node, lambda n: env[n])
+        new.meta = {"example_value": node.meta.get("val")}
+        return new
 
     def _constant(self, gm: fx.GraphModule, node: fx.Node) -> fx.Node:
         value = getattr(self.program, str(node.target))

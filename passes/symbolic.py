@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+from sympy.core.function import AppliedUndef
 from sympy.core.symbol import Str
 from torch import fx
 
@@ -124,7 +125,9 @@ def _scalars(program: UpdateProgram, numbers: tuple[sympy.Symbol, ...]) -> tuple
     counters = [symbols[k] for k, value in after.items() if value == symbols[k] + 1]
     times = [TIME, *(sympy.Symbol(f"t_{k}", positive=True) for k in range(1, len(counters)))]
     before = {counter: time - 1 for counter, time in zip(counters, times[: len(counters)], strict=True)}
-    return tuple(value.subs(before) for value in results[: len(numbers)])
+    spelled = (value.subs(before) for value in results[: len(numbers)])
+    # what no rule is known for stays a number that is not known
+    return tuple(n if value.has(AppliedUndef) else value for n, value in zip(numbers, spelled, strict=True))
 
 
 def _evaluate(
@@ -195,7 +198,7 @@ def _clamp(x: sympy.Expr, min: Any = None, max: Any = None) -> sympy.Expr:
     return x if max is None else Minimum(x, max)
 
 
-SAME = frozenset({"clone", "_to_copy", "alias", "detach", "contiguous", "lift_fresh_copy"})
+SAME = frozenset({"clone", "_to_copy", "alias", "detach", "detach_copy", "contiguous", "lift_fresh_copy"})
 # By the operator's name in torch's Python interface.
 STEPS = {
     **{name: name for name in ("gt", "ge", "lt", "le", "eq", "ne", "sign", "isnan", "isinf", "isfinite", "signbit")},

@@ -103,6 +103,26 @@ def enclosing_backends() -> Iterator[tuple[Any, Mapping[str, Any]]]:
         frame = cast(Any, frame.f_back)
 
 
+def is_read_again(node: fx.Node, holders: Sequence[Any]) -> bool:
+    """Whether traced code reads an input from one of `holders` (dicts, lists, objects), so that it will find what is put there.
+
+    False where the input is a variable of the compiled function, or lies in a container of its own.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    source = getattr(node, "_dynamo_source", None)
+    base = getattr(source, "base", None)
+    if base is None:
+        return source is None
+    try:
+        frame = InstructionTranslator.current_tx().output.root_tx
+        name = base.name if isinstance(base.name, str) else base.name()
+        found = eval(name, {**frame.f_globals, "L": frame.f_locals, "G": frame.f_globals})
+    except Exception:  # a source that cannot be spelled; those are attributes and closures of whole steps
+        return True
+    return any(found is holder or getattr(found, "__dict__", None) is holder for holder in holders)
+
+
 def stored_values(gm: fx.GraphModule) -> list[tuple[fx.Node | None, fx.Node]]:
     """What traced Python code stores in dicts and attributes when the graph has run: the input that is there now, and the
     node of the tensor that takes its place. Only the tracer's record of side effects knows; empty outside of a backend.
@@ -194,11 +214,15 @@ def dynamo_settings(**settings: Any) -> contextlib.AbstractContextManager[None]:
     return cast("contextlib.AbstractContextManager[None]", dynamo_config.patch(**settings))
 
 
-def mark_static(tensor: Tensor) -> None:
-    """Let Dynamo trace a tensor with the sizes it has, whatever it saw in its place before."""
-    from torch._dynamo import mark_static
+def mark_static(tensor: Tensor) -> bool:
+    """Let Dynamo trace a tensor with the sizes it has, whatever it saw in its place before. False where that was done.
 
-    mark_static(tensor)
+    `torch._dynamo.mark_static` does something else in a backend, which counts as being compiled.
+    """
+    done = hasattr(tensor, "_dynamo_static_indices")
+    marked: Any = tensor
+    marked._dynamo_static_indices, marked._has_dynamo_dim_marking = set(range(tensor.dim())), True
+    return not done
 
 
 # -- Dynamo's graph ------------------------------------------------------------------------------------------------

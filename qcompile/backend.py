@@ -28,8 +28,9 @@ from qcompile.options import Options
 from qcompile.passes.embed_updates import embed_updates
 from qcompile.passes.find_state import Slot
 from qcompile.passes.pipeline import CompiledClass, CompiledGraph, PlannedRegion, compile_updates, updates_state
+from qcompile.passes.plan_storage import StatePlan
 from qcompile.passes.split_updates import erase_regions
-from qcompile.plan import apply_plans, refusals
+from qcompile.plan import apply_plans, convert_arguments, refusals
 from qcompile.runtime.launch import Region, Source, UpdateClass
 from qcompile.runtime.region_op import forget
 from qcompile.runtime.state import QuantizedState
@@ -64,24 +65,25 @@ def qstate(
     if not updates_state(gm, example_inputs):
         return stock_inductor(gm, example_inputs, settings)
     if changing := _of_changing_shape(gm, example_inputs):
-        for tensor in changing:
-            for held in tensor.stored if isinstance(tensor, QuantizedState) else [tensor]:
-                mark_static(held)
-            mark_static(tensor)
-        trace_again("an update is compiled for each shape")
+        held = [t for tensor in changing if isinstance(tensor, QuantizedState) for t in tensor.stored]
+        marked = [mark_static(tensor) for tensor in [*changing, *held]]
+        if any(marked):
+            trace_again("an update is compiled for each shape")
     compiled = compile_updates(gm, example_inputs, chosen, settings)
     if chosen.strict and (found := refusals(compiled)):
         raise NotQuantizedError(found)
     if apply_plans(compiled, chosen.seed):
         trace_again("optimizer state was converted")
+    later = _deferred(compiled)
     returned = _take_returned_state(compiled)
     for node in compiled.inputs.state:
         if node.op == "get_attr":  # Dynamo's module lives as long as the optimizer, and would keep the dense state
             delattr(gm, str(node.target))
     if compiled.in_place:
-        return _with_state(_one_program(compiled, example_inputs, settings), returned)
+        return _with_state(_one_program(compiled, example_inputs, settings), returned, later, chosen.seed)
     rest = _Rest(compiled)
-    return _with_state(_executable(compiled, rest, rest.compile(example_inputs, settings)), returned)
+    run = _executable(compiled, rest, rest.compile(example_inputs, settings))
+    return _with_state(run, returned, later, chosen.seed)
 
 
 hooks.install(qstate)
@@ -109,12 +111,22 @@ def _take_returned_state(compiled: CompiledGraph) -> dict[int, Source]:
     return {i: positions[n] if n in positions else state[n].get() for i, n in found.items()}
 
 
-def _with_state(run: Callable[..., Any], returned: dict[int, Source]) -> Callable[..., Any]:
-    if not returned:
+def _deferred(compiled: CompiledGraph) -> dict[int, StatePlan]:
+    """Plans to carry out after a run, by position of the argument."""
+    placeholders = [n for n in compiled.gm.graph.nodes if n.op == "placeholder"]
+    return {i: compiled.deferred[n] for i, n in enumerate(placeholders) if n in compiled.deferred}
+
+
+def _with_state(
+    run: Callable[..., Any], returned: dict[int, Source], later: dict[int, StatePlan], seed: int
+) -> Callable[..., Any]:
+    """`run`, which also gives back the state that it returned, and then converts what could not be converted before."""
+    if not returned and not later:
         return run
 
     def with_state(*args: Any) -> Any:
         results = [*run(*args)]
+        convert_arguments({i: (args[i], plan) for i, plan in later.items()}, seed)
         for i, source in returned.items():
             results[i] = args[source] if isinstance(source, int) else source
         return tuple(results)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qcompile.exc import MarkedStateError
-from qcompile.passes.find_state import Slot
+from qcompile.passes.find_state import Slot, state_of
 from qcompile.passes.pipeline import CompiledGraph
 from qcompile.passes.plan_storage import StatePlan
 from qcompile.runtime.formats import Format
@@ -93,6 +93,25 @@ def apply_plans(compiled: CompiledGraph, seed: int) -> bool:
     for plan in compiled.refused.values():
         _apply(plan, None, seen, seed)
     return before != [_traced(compiled.inputs.state[n]) for n in arguments]
+
+
+def convert_arguments(planned: Mapping[int, tuple[Tensor, StatePlan]], seed: int) -> None:
+    """Convert state that a compiled function has just updated as it was stored.
+
+    The plans were made for the tensors it was compiled with; these may be those of another parameter.
+    """
+    moved: dict[tuple[Hashable, ...], Slot] = {}
+    found: list[StatePlan] = []
+    for tensor, plan in planned.values():
+        optimizer = plan.slot.optimizer()
+        slot = state_of(optimizer).get(id(tensor)) if optimizer is not None else None
+        if slot is not None:
+            moved[plan.slot.place] = slot
+            found.append(plan)
+    for plan in sorted(found, key=_is_relative):
+        partner = None if plan.partner is None else moved.get(plan.partner.place)
+        if (plan.partner is None) == (partner is None):
+            _apply(dataclasses.replace(plan, slot=moved[plan.slot.place], partner=partner), None, set(), seed)
 
 
 def _traced(slot: Slot) -> object:
