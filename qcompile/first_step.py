@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from qcompile._compat import copy_of
 from qcompile.options import Choices, Options
+from qcompile.passes.find_state import is_state_buffer, state_of
 from qcompile.passes.flatten_foreach import flatten_foreach
 from qcompile.passes.thread_writes import is_scalar
 
@@ -39,7 +40,9 @@ def undecorated(value: Any) -> Any:
 
 def makes_state_in_step(optimizer: Optimizer) -> bool:
     """Whether an optimizer has no state yet and no way to make it but its own step."""
-    return not hasattr(optimizer, "_init_group") and not any(optimizer.state.values())
+    if hasattr(optimizer, "_init_group") or any(optimizer.state.values()):
+        return False
+    return not any(is_state_buffer(slot.get()) for slot in state_of(optimizer).values())
 
 
 def run_apart(optimizer: Optimizer, options: Options, quantize: Callable[[Optimizer, Tensor, Choices], None]) -> bool:
