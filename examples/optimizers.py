@@ -91,8 +91,7 @@ class Run:
 
     @property
     def final(self) -> float:
-        last = self.losses[-10:]
-        return sum(last) / len(last)
+        return sum(self.losses[-10:]) / len(self.losses[-10:])
 
     @property
     def compile_seconds(self) -> float:
@@ -125,10 +124,9 @@ def regression_batches() -> Batches:
     first, second = (torch.randn(128, 128, generator=generator) / 128**0.5 for _ in range(2))
     x = torch.randn(1024, 128, generator=generator)
     y = torch.tanh(2 * x @ first) @ second
-    y /= y.std()
     while True:
         chosen = torch.randint(len(x), (64,), generator=generator)
-        yield x[chosen], y[chosen]
+        yield x[chosen], y[chosen] / y.std()
 
 
 def language_batches() -> Batches:
@@ -140,28 +138,31 @@ def language_batches() -> Batches:
     while True:
         for _ in range(32):
             likely = following[text[:, -2], text[:, -1]]
-            text = torch.cat([text, torch.multinomial(likely, 1, generator=generator)], 1)
-        text = text[:, -33:]
+            text = torch.cat([text[:, -32:], torch.multinomial(likely, 1, generator=generator)], 1)
         yield 8 * text[:, :-1], 8 * text[:, 1:]
 
 
 REGRESSION = Task("regression", network, lambda model, x, y: mse_loss(model(x), y), regression_batches)
 LANGUAGE = Task("language", lambda: GPT(layers=1, width=128, context=32), loss_of, language_batches)
 
-# What differs from the defaults of a class, so that it trains on these tasks; by family and class.
+# Where a class's own learning rate does not train these tasks (a name alone is pytorch-optimizer's), and other settings.
+LEARNING_RATES = {
+    1e-5: "Kate",
+    1e-4: "torch.optim.Rprop",
+    5e-4: "lion-pytorch.Lion torch-optimi.Lion Lion",
+    1e-3: "torch.optim.RMSprop AdaMuon FOCUS GrokFastAdamW RMSprop",
+    3e-3: "torch.optim.RAdam RAdam",
+    0.01: "AdaHessian AdamMini Lamb NovoGrad Ranger SaRA SCION VSGD Yogi",
+    0.02: "torch.optim.Adagrad torch.optim.Muon",
+    0.1: "torch.optim.SGD torch-optimi.SGD AdaMod SCIONLight",
+    0.3: "torch.optim.ASGD AccSGD Adai AggMo ApolloDQN ASGD AvaGrad MSVAG PID QHM ScalableShampoo SGD SGDP SGDW TAM",
+    1.0: "Gravity LARS PNM SRMM",
+}
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
-    ("torch.optim", "ASGD"): {"lr": 0.3},
-    ("torch.optim", "Adagrad"): {"lr": 0.02},
     ("torch.optim", "LBFGS"): {"max_iter": 4, "history_size": 10, "line_search_fn": "strong_wolfe"},
-    ("torch.optim", "Muon"): {"lr": 0.02},
-    ("torch.optim", "RAdam"): {"lr": 3e-3},
-    ("torch.optim", "RMSprop"): {"lr": 1e-3},
-    ("torch.optim", "Rprop"): {"lr": 1e-4},
-    ("torch.optim", "SGD"): {"lr": 0.1, "momentum": 0.9},
-    ("lion-pytorch", "Lion"): {"lr": 5e-4},
-    ("torch-optimi", "Lion"): {"lr": 5e-4},
-    ("torch-optimi", "SGD"): {"lr": 0.1, "momentum": 0.9},
-    ("torch-optimi", "StableAdamW"): {"triton": False},  # found to be installed, and used without a GPU
+    ("torch.optim", "SGD"): {"momentum": 0.9},
+    ("torch-optimi", "SGD"): {"momentum": 0.9},
+    ("torch-optimi", "StableAdamW"): {"triton": False},  # it uses Triton where that is installed, GPU or not
     ("adam-mini", "Adam_mini"): {"dim": 128, "n_heads": 4},
 }
 # Variants of torch's classes beyond the boolean options that their constructors show.
@@ -213,7 +214,10 @@ def switched(cls: type[Optimizer]) -> Iterator[dict[str, Any]]:
 
 
 def row_of(family: str, cls: type[Optimizer], options: dict[str, Any]) -> Row:
-    name, base = cls.__name__, SETTINGS.get((family, cls.__name__), {})
+    name = cls.__name__
+    key = name if family == "pytorch-optimizer" else f"{family}.{name}"
+    rates = [{"lr": lr} for lr, names in LEARNING_RATES.items() if key in names.split()]
+    base = SETTINGS.get((family, name), {}) | (rates[0] if rates else {})
     return Row(
         family,
         ", ".join([name, *(f"{key}={value}" for key, value in options.items())]),
@@ -276,10 +280,8 @@ def train(row: Row, task: Task, steps: int, recipe: str | None) -> Run:
 def attempt(row: Row, tasks: list[Task], args: argparse.Namespace) -> Outcome:
     """Train on each task, dense and quantized; an exception becomes the row's text."""
     runs: list[tuple[Run, Run]] = []
-    word = "failed"
     try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with contextlib.redirect_stdout(io.StringIO()):
             for task in tasks:
                 word = "eager fails"
                 dense = train(row, task, args.steps, None)
@@ -315,19 +317,15 @@ def cells(outcome: Outcome, tasks: list[Task]) -> list[str]:
     if outcome.runs:
         report = outcome.runs[-1][1].report
         quantized = [s for s in report.states if s.reason is None]
-        own = share(sum(s.stored_bytes for s in quantized), sum(s.dense_bytes for s in quantized))
+        own = sum(s.stored_bytes for s in quantized) / max(1, sum(s.dense_bytes for s in quantized))
         compiled = [
-            f"{own}, {share(report.state_bytes, report.dense_state_bytes)}",
+            f"{own:.3f}, {report.state_bytes / max(1, report.dense_state_bytes):.3f}",
             f"{len(report.classes)}, {len(report.kernels)}, {report.graphs}",
             f"{outcome.runs[-1][1].compile_seconds:.1f}",
             proved(report),
         ]
     text = " ".join(f"{outcome.word}: {outcome.text}".split()) if outcome.text else outcome.word
     return [outcome.row.title, *losses, *compiled, text if len(text) < 160 else text[:157] + "..."]
-
-
-def share(stored: int, dense: int) -> str:
-    return f"{stored / dense:.3f}" if dense else "-"
 
 
 def proved(report: qcompile.Report) -> str:
@@ -359,8 +357,7 @@ def summary(outcomes: list[Outcome], tasks: list[Task]) -> str:
 
 def chosen_rows(args: argparse.Namespace) -> list[Row]:
     rows = torch_rows() + [row_of("by hand", cls, {}) for cls in HANDWRITTEN]
-    for package in PACKAGES if args.all or args.only else ():
-        rows += rows_of(package)
+    rows += [row for package in PACKAGES if args.all or args.only for row in rows_of(package)]
     return [row for row in rows if re.search(args.only or "", row.title)]
 
 
@@ -380,20 +377,17 @@ def main(argv: list[str] | None = None) -> int:
     tasks = [REGRESSION, LANGUAGE] if args.all else [REGRESSION]
     headers = ["optimizer", *(f"{task.name}: dense loss, difference" for task in tasks), *COMPILED, "state"]
     lines = [markdown(headers), "|" + "---|" * len(headers)]
-    rows = chosen_rows(args)
     print("\n".join(lines))
     outcomes = []
-    with tqdm(rows, unit="row") as progress:
-        for row in progress:
-            progress.set_postfix_str(row.title)
-            outcome = attempt(row, tasks, args)
-            outcomes.append(outcome)
-            lines.append(markdown(cells(outcome, tasks)))
-            tqdm.write(lines[-1])
-            for task, (dense, _) in zip(tasks, outcome.runs, strict=False) if args.verbose else ():
-                tqdm.write(f"{task.name}: dense {dense.losses[0]:.4f} to {dense.final:.4f}", file=sys.stderr)
-            if args.out:
-                args.out.write_text("\n".join(lines) + "\n")
+    for row in (progress := tqdm(chosen_rows(args), unit="row")):
+        progress.set_postfix_str(row.title)
+        outcomes.append(outcome := attempt(row, tasks, args))
+        lines.append(markdown(cells(outcome, tasks)))
+        tqdm.write(lines[-1])
+        for task, (dense, _) in zip(tasks, outcome.runs, strict=False) if args.verbose else ():
+            tqdm.write(f"{task.name}: dense {dense.losses[0]:.4f} to {dense.final:.4f}", file=sys.stderr)
+        if args.out:
+            args.out.write_text("\n".join(lines) + "\n")
     print(summary(outcomes, tasks))
     own = [o for o in outcomes if o.row.family == "torch.optim"]
     return int(any(o.word == "failed" or (o.word == "eager fails" and not o.row.refused) for o in own))
@@ -401,5 +395,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # small models: threads that wait for each other cost more than they save
     sys.exit(main())

@@ -29,6 +29,7 @@ copy_all, add_all = torch._foreach_copy_, torch._foreach_add_
 # module, attribute paths
 NEEDED = (
     ("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx"),
+    ("torch._dynamo.convert_frame", "always_optimize_code_objects"),
     ("torch._dynamo.exc", "TensorifyScalarRestartAnalysis TorchDynamoException FailOnRecompileLimitHit"),
     ("torch._dynamo.source", "AttrSource DictGetItemSource GetItemSource"),
     ("torch._dynamo.variables", "BuiltinVariable ConstDictVariable ListVariable SymNodeVariable"),
@@ -212,6 +213,14 @@ def dynamo_settings(**settings: Any) -> contextlib.AbstractContextManager[None]:
     import torch._dynamo.config as dynamo_config
 
     return cast("contextlib.AbstractContextManager[None]", dynamo_config.patch(**settings))
+
+
+def always_trace(function: Any) -> None:
+    """Let Dynamo trace a function although it names no `torch` and has no tensor among its variables."""
+    from torch._dynamo.convert_frame import always_optimize_code_objects
+
+    if hasattr(function, "__code__"):
+        always_optimize_code_objects[function.__code__] = True
 
 
 def mark_static(tensor: Tensor) -> bool:

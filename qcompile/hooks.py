@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from qcompile import _compat
 from qcompile.dense_step import activity, begin_step, end_step, note_eager_step
 from qcompile.exc import NotOneGraphError
-from qcompile.first_step import give_gradients_back, run_apart
+from qcompile.first_step import give_gradients_back, run_apart, undecorated
 from qcompile.options import Choices, Options
 from qcompile.passes.find_state import is_state_buffer, state_of
 from qcompile.passes.plan_storage import is_copy, new_state_format
@@ -130,6 +130,7 @@ def _prepare(optimizer: Optimizer, token: int) -> None:
     options = _tokens[token]
     _note_step(optimizer)
     begin_step(optimizer)
+    _compat.always_trace(undecorated(type(optimizer).step))
     give_gradients_back(optimizer)  # of a step that failed
     if options.quantizes and not run_apart(optimizer, options, quantize_new_state):
         create_state(optimizer, options)

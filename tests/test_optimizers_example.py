@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from pathlib import Path
 from types import ModuleType
@@ -15,8 +16,15 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 @pytest.fixture
 def optimizers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example; its model has no biases, which would be a class to compile of their own."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("optimizers")
+    module = importlib.import_module("optimizers")
+    monkeypatch.setattr(module, "REGRESSION", dataclasses.replace(module.REGRESSION, model=small_network))
+    return module
+
+
+def small_network() -> nn.Module:
+    return nn.Sequential(nn.Linear(128, 128, bias=False), nn.GELU(), nn.Linear(128, 128, bias=False))
 
 
 def table(text: str) -> dict[str, list[str]]:
@@ -30,8 +38,8 @@ def test_rows_say_what_was_trained(
 ) -> None:
     monkeypatch.setattr(optimizers, "PACKAGES", {})
     out = tmp_path / "optimizers.md"
-    chosen = ["AdamW", "by hand: LaProp", "by hand: FlatAdamW"]
-    assert optimizers.main(["--steps", "8", "--only", f"^({'|'.join(chosen)})$", "--out", str(out)]) == 0
+    chosen = ["by hand: LaProp", "by hand: FlatAdamW"]
+    assert optimizers.main(["--steps", "3", "--only", f"^({'|'.join(chosen)})$", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     rows = table(printed)
     assert table(out.read_text()) == rows
@@ -39,16 +47,16 @@ def test_rows_say_what_was_trained(
     assert list(rows) == chosen
     for title, cells in rows.items():
         row = dict(zip(header, cells, strict=True))
-        loss, difference = row["regression: dense loss, difference"].removesuffix(" %").split(", ")
-        assert 0.8 < float(loss) < 1
-        assert abs(float(difference)) < 0.1, title
+        loss, difference = row["regression: dense loss, difference"].split(", ")
+        assert 0.8 < float(loss) < 1.1
+        assert abs(float(difference.partition(" %")[0])) < 0.1, title
         own, total = map(float, row["bytes: quantized, all"].split(", "))
         assert own <= 0.27, title
         assert "exp_avg_sq >= 0" in row["proved"] or "v >= 0" in row["proved"], title
         if title != "by hand: FlatAdamW":
             assert total <= 0.27
             assert row["state"] == "quantized"
-    assert "3 rows: " in printed
+    assert "2 rows: " in printed
     assert "0 failed" in printed
 
 
@@ -95,17 +103,13 @@ def test_a_failure_is_a_row(
     assert "1 no state, 1 eager fails, 0 failed" in printed.out
 
 
-def test_a_compiled_step_that_fails_is_a_failure(optimizers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Uncompiled(torch.optim.SGD):
-        def step(self, closure: None = None) -> None:
-            if torch.compiler.is_compiling():
-                raise ValueError("not while it is compiled")
-
-    row = optimizers.Row("torch.optim", "Uncompiled", lambda model: Uncompiled(model.parameters(), lr=0.1))
+def test_a_quantized_run_that_fails_is_a_failure(optimizers: ModuleType) -> None:
+    sizes = iter([0.1, -1.0])  # the second optimizer is the one to compile
+    row = optimizers.Row("torch.optim", "Odd", lambda model: torch.optim.SGD(model.parameters(), lr=next(sizes)))
     args = optimizers.arguments(["--steps", "2"])
     outcome = optimizers.attempt(row, [optimizers.REGRESSION], args)
     assert outcome.word == "failed"
-    assert "not while it is compiled" in outcome.text
+    assert outcome.text == "ValueError: Invalid learning rate: -1.0"
 
 
 def test_every_class_and_option_of_torch_has_a_row(optimizers: ModuleType) -> None:

@@ -164,7 +164,7 @@ def test_strict_accepts_an_update_that_mixes_elements() -> None:
 def test_the_first_update_counts_where_each_parameter_is_a_frame_of_its_own() -> None:
     """The frame's own variable is the dense state, which has just been replaced in the optimizer.
 
-    Dynamo compiles such frames where it skips the step itself: it breaks in a loop, or has no tensor and no `torch` in it.
+    Dynamo compiles such frames where it skips the step itself, because it breaks in a loop.
     """
 
     def update(p: Tensor, g: Tensor, m: Tensor) -> None:
@@ -180,6 +180,7 @@ def test_the_first_update_counts_where_each_parameter_is_a_frame_of_its_own() ->
         @torch.no_grad()
         def step(self) -> None:
             for p in self.param_groups[0]["params"]:
+                torch._dynamo.graph_break()
                 update(p, p.grad, self.state[p]["m"])
 
     p = nn.Parameter(torch.randn(64, 64))
