@@ -82,6 +82,7 @@ class _Choice:
     by_choice: bool = False
     partner: Slot | None = None
     parts: int = 0
+    adds_up: bool = False
     facts: list[str] = field(default_factory=list)
 
 
@@ -101,6 +102,8 @@ def plan_storage(
             choice.parts += 1
             if part.program.operands[i].written:
                 choice.written, choice.proved = True, part.proofs[i].kind
+                memory = part.memories[i]
+                choice.adds_up = memory is not None and memory.kind == "sum"
                 choice.facts += part.facts(i, inputs)
     pairs = {first: pair for part in parts for first, pair in _pairs(part, choices)}
     for node, choice in choices.items():
@@ -221,6 +224,8 @@ def _choose(choice: _Choice, kind: str, inputs: Inputs, wanted: Choices) -> None
             raise FormatMismatchError(slot.key, tuple(choice.tensor.shape), str(fmt), "it may be negative")
     elif (of_recipe := _of_recipe(given, kind)) is not None:
         fmt = _sized(of_recipe, choice.tensor, given, wanted)
+        if choice.adds_up and fmt.rounding == "coordinate":
+            fmt = dataclasses.replace(fmt, rounding="stochastic")  # a bias in the value would add up
         start = wanted.late_start(slot.param) if given.late and kind != "second" else None
         if start is not None:
             fmt = dataclasses.replace(fmt, rounding="stochastic", late=start)
