@@ -154,7 +154,8 @@ LEARNING_RATES = {
     3e-3: "torch.optim.RAdam RAdam",
     0.01: "AdaHessian AdamMini Lamb NovoGrad Ranger SaRA SCION VSGD Yogi",
     0.02: "torch.optim.Adagrad torch.optim.Muon",
-    0.1: "torch.optim.SGD torch-optimi.SGD AdaMod SCIONLight",
+    0.05: "torch.optim.SGD torch-optimi.SGD",
+    0.1: "AdaMod SCIONLight",
     0.3: "torch.optim.ASGD AccSGD Adai AggMo ApolloDQN ASGD AvaGrad MSVAG PID QHM ScalableShampoo SGD SGDP SGDW TAM",
     1.0: "Gravity LARS PNM SRMM",
 }
@@ -169,7 +170,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "Adagrad": ({"initial_accumulator_value": 0.1}, {"lr_decay": 0.01}),
     "RMSprop": ({"momentum": 0.9, "lr": 2e-4}, {"momentum": 0.9, "centered": True, "lr": 2e-4}),
-    "SGD": ({"momentum": 0.0}, {"dampening": 0.5}),
+    "SGD": ({"momentum": 0.0, "lr": 0.3}, {"dampening": 0.5}),
 }
 # How other packages are imported, and their optimizers; those left out need torch.distributed or repeat others.
 PACKAGES: dict[str, tuple[str, Callable[[Any], Iterable[type[Optimizer]]]]] = {
@@ -281,7 +282,7 @@ def attempt(row: Row, tasks: list[Task], args: argparse.Namespace) -> Outcome:
     """Train on each task, dense and quantized; an exception becomes the row's text."""
     runs: list[tuple[Run, Run]] = []
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             for task in tasks:
                 word = "eager fails"
                 dense = train(row, task, args.steps, None)
