@@ -153,9 +153,8 @@ LEARNING_RATES = {
     1e-3: "torch.optim.RMSprop AdaMuon FOCUS GrokFastAdamW RMSprop",
     3e-3: "torch.optim.RAdam RAdam",
     0.01: "AdaHessian AdamMini Lamb NovoGrad Ranger SaRA SCION VSGD Yogi",
-    0.02: "torch.optim.Adagrad torch.optim.Muon",
-    0.05: "torch.optim.SGD torch-optimi.SGD",
-    0.1: "AdaMod SCIONLight",
+    0.02: "torch.optim.Muon",
+    0.05: "torch.optim.SGD torch-optimi.SGD AdaMod SCIONLight",
     0.3: "torch.optim.ASGD AccSGD Adai AggMo ApolloDQN ASGD AvaGrad MSVAG PID QHM ScalableShampoo SGD SGDP SGDW TAM",
     1.0: "Gravity LARS PNM SRMM",
 }
@@ -168,7 +167,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
 }
 # Variants of torch's classes beyond the boolean options that their constructors show.
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
-    "Adagrad": ({"initial_accumulator_value": 0.1}, {"lr_decay": 0.01}),
+    "Adagrad": ({"initial_accumulator_value": 1e-4}, {"lr_decay": 0.01}),
     "RMSprop": ({"momentum": 0.9, "lr": 2e-4}, {"momentum": 0.9, "centered": True, "lr": 2e-4}),
     "SGD": ({"momentum": 0.0, "lr": 0.3}, {"dampening": 0.5}),
 }
@@ -254,9 +253,8 @@ def train(row: Row, task: Task, steps: int, recipe: str | None) -> Run:
     optimizer = row.make(model) if recipe is not None or row.dense is None else row.dense(model)
     if hasattr(optimizer, "train"):  # schedulefree
         optimizer.train()
-    step = optimizer.step
-    if recipe is not None:
-        step = torch.compile(optimizer.step, backend="qstate", options={"recipe": recipe})
+    compiled = functools.partial(torch.compile, backend="qstate", options={"recipe": recipe})
+    step = optimizer.step if recipe is None else compiled(optimizer.step)
     sign = -1 if optimizer.defaults.get("maximize") else 1
     losses, seconds = [], []
 
@@ -291,7 +289,8 @@ def attempt(row: Row, tasks: list[Task], args: argparse.Namespace) -> Outcome:
     except Exception as error:
         if args.verbose:
             tqdm.write(traceback.format_exc(), file=sys.stderr)
-        return Outcome(row, word, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", tuple(runs))
+        cause = getattr(error, "inner_exception", error)  # what a backend raised
+        return Outcome(row, word, f"{type(cause).__name__}: {str(cause).strip()}".splitlines()[0], tuple(runs))
     return Outcome(row, *verdict(runs[-1][1].report), tuple(runs))
 
 

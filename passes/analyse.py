@@ -22,9 +22,10 @@ from qcompile.passes.find_state import Inputs
 from qcompile.passes.functionalize import NotElementwise, UpdateProgram, functionalize
 from qcompile.passes.infer_memory import Memory, infer_memory
 from qcompile.passes.infer_preconditioner import Preconditioner, infer_preconditioner
-from qcompile.passes.infer_sign import Proof, infer_sign
+from qcompile.passes.infer_sign import COUNTED, Proof, infer_sign
 from qcompile.passes.intervals import ANY, INF, NON_NEGATIVE, NON_POSITIVE, UNIT, Interval
 from qcompile.passes.outline_updates import Region
+from qcompile.passes.thread_writes import written_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +122,25 @@ def analyse(region: Region, inputs: Inputs) -> Analysed:
         raise known
     now = [_start(region, operand.index, inputs) for operand in known.program.operands]
     written = {known.program.numbers[i] for i in known.program.written_numbers}
-    numbers = [_start(region, i, inputs) if i in written else None for i in known.program.numbers]
+    numbers = [
+        _start(region, i, inputs) if i in written else _counted(region, i, inputs) for i in known.program.numbers
+    ]
     holds = all(now[p.operand] in p.interval for p in known.proofs if p.steps)
-    if not holds or any(number is not None and number.low < 0 for number in numbers):
-        known = _facts(known.program, now, numbers)
-    else:
-        now, numbers = [ANY] * len(now), [None] * len(numbers)
-    return Analysed(region, _with_guards(region, known, [i if i != ANY else None for i in now], numbers))
+    starts = [None] * len(now) if holds else [i if i != ANY else None for i in now]
+    if all(number is None or (number != COUNTED and number.low >= 0) for number in numbers):
+        numbers = [None] * len(numbers)
+    known = _facts_from(region.key, known.program, tuple(starts), tuple(numbers))
+    return Analysed(region, _with_guards(region, known, starts, numbers))
+
+
+def _counted(region: Region, index: int, inputs: Inputs) -> Interval | None:
+    """What a number is that the graph counts up before the update: a step counter of a whole group."""
+    node = region.inputs[index]
+    if not written_by(node) or written_by(node)[0] not in inputs.numbers or node.args[1:] != (1,) or node.kwargs:
+        return None
+    name = str(getattr(node.target, "__name__", node.target))
+    before = range_now(inputs.tensors[written_by(node)[0]])
+    return COUNTED if name in ("add_", "iadd") and before.low >= 0 else None
 
 
 def _with_guards(
@@ -146,7 +159,7 @@ def _with_guards(
     if not floats or not (_open(known) or known.constraints):
         return known
     assumed = [_sign_of(floats[k].node.hint) if k in floats else start for k, start in enumerate(numbers)]
-    better = _facts(program, now, assumed)
+    better = _facts_from(region.key, program, tuple(now), tuple(assumed))
     if (_open(better), len(better.constraints)) == (_open(known), len(known.constraints)):
         return known
     for k, value in floats.items():
@@ -174,6 +187,19 @@ def _sign_of(value: float) -> Interval:
     if isinstance(value, float) and 0 <= value <= 1:
         return UNIT
     return NON_NEGATIVE if value >= 0 else NON_POSITIVE
+
+
+_FROM: dict[tuple[object, ...], Facts] = {}
+
+
+def _facts_from(
+    key: str, program: UpdateProgram, starts: tuple[Interval | None, ...], numbers: tuple[Interval | None, ...]
+) -> Facts:
+    """`_facts`, once for each program and values to start from."""
+    at = (key, starts, numbers)
+    if at not in _FROM:
+        _FROM[at] = _facts(program, starts, numbers)
+    return _FROM[at]
 
 
 def _facts(

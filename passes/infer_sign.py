@@ -32,6 +32,8 @@ from qcompile.passes.intervals import ANY, COPIES, INF, NON_NEGATIVE, NON_POSITI
 Intervals = list[Interval]
 # fp32 counts no further; steps are computed in chunks.
 LAST_STEP, CHUNK = 1 << 24, 1 << 20
+# What a step counter is that was counted up before the update reads it.
+COUNTED = Interval(1.0, INF)
 # How often changes are added up: a state that follows another one settles after it.
 JUMPS = 3
 NARROWINGS = 3
@@ -155,7 +157,7 @@ def _number_results(program: UpdateProgram, starts: Sequence[Interval | None] | 
 
     found = values(_induction(begin, step))
     intervals = [found[node] for node in results]
-    if _decides_a_sign(program, intervals) and (computed := _for_every_step(program)):
+    if _decides_a_sign(program, intervals) and (computed := _for_every_step(program, given)):
         intervals = [a & b for a, b in zip(intervals, computed, strict=True)]
     return intervals
 
@@ -168,19 +170,23 @@ def _decides_a_sign(program: UpdateProgram, numbers: Intervals) -> bool:
     return any(unknown & ancestors(stored[i]) for i in written_states(program))
 
 
-def _for_every_step(program: UpdateProgram) -> Intervals | None:
+def _for_every_step(program: UpdateProgram, given: Sequence[Interval | None]) -> Intervals | None:
     """What numbers can be that are made of one step counter alone: by computing them for each step that fp32 can count.
 
     Interval arithmetic does not see that (1 - b**(t - 1)) / (1 - b**t) is below 1.
     """
-    if len(program.numbers) != 1 or program.written_numbers != (0,):
+    counts_here = program.written_numbers == (0,)
+    if len(program.numbers) != 1 or not (counts_here or given[0] == COUNTED):
         return None
     dtype = next(n for n in program.scalars.graph.nodes if n.op == "placeholder").meta["val"].dtype
     found: Intervals | None = None
     for first in range(0, LAST_STEP, CHUNK):
         steps = torch.arange(first, first + CHUNK, dtype=dtype)
         try:
-            *results, new = program.scalars(steps)
+            *results, new = [
+                *program.scalars(steps if counts_here else steps + 1),
+                *([] if counts_here else [steps + 1]),
+            ]
         except (RuntimeError, TypeError):
             return None
         if new.shape != steps.shape or not torch.equal(new, steps + 1):
