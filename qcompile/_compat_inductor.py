@@ -6,12 +6,15 @@ What is patched here is patched while a kernel of ours is compiled, and Inductor
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import Tensor, fx
+
+log = logging.getLogger("qcompile")
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
@@ -22,10 +25,19 @@ def mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def stock_inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """What `backend="inductor"` does."""
-    from torch._inductor.compile_fx import compile_fx
+    """What `backend="inductor"` does.
 
-    return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(settings) or None))
+    Numbers that `item` reads are in our graphs (see `dense_step.SETTINGS`), and not in those of `backend="inductor"`. Where
+    AOTAutograd has to know such a number (`x.sub_(y, alpha=number)`) the graph runs as it is.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    try:
+        return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(settings) or None))
+    except GuardOnDataDependentSymNode as error:
+        log.info("a graph runs uncompiled: %s", str(error).partition("\n")[0])
+        return cast("Callable[..., Any]", gm.forward)
 
 
 @contextlib.contextmanager
