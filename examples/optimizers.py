@@ -150,7 +150,7 @@ LEARNING_RATES = {
     1e-5: "Kate",
     1e-4: "torch.optim.Rprop",
     5e-4: "lion-pytorch.Lion torch-optimi.Lion Lion",
-    1e-3: "torch.optim.RMSprop AdaMuon FOCUS GrokFastAdamW RMSprop",
+    1e-3: "torch.optim.NAdam torch.optim.RMSprop AdaMuon FOCUS GrokFastAdamW RMSprop",
     3e-3: "torch.optim.RAdam RAdam",
     0.01: "AdaHessian AdamMini Lamb NovoGrad Ranger SaRA SCION VSGD Yogi",
     0.02: "torch.optim.Muon",
@@ -255,13 +255,12 @@ def train(row: Row, task: Task, steps: int, recipe: str | None) -> Run:
         optimizer.train()
     compiled = functools.partial(torch.compile, backend="qstate", options={"recipe": recipe})
     step = optimizer.step if recipe is None else compiled(optimizer.step)
-    sign = -1 if optimizer.defaults.get("maximize") else 1
     losses, seconds = [], []
 
     def backward(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = task.loss(model, x, y)
-        (sign * loss).backward(create_graph=row.create_graph)
+        (-loss if optimizer.defaults.get("maximize") else loss).backward(create_graph=row.create_graph)
         for p in model.parameters() if row.sparse else ():
             p.grad = None if p.grad is None else p.grad.to_sparse()
         return loss.detach()
@@ -334,7 +333,8 @@ def proved(report: qcompile.Report) -> str:
     for fact in (fact for s in report.states if math.prod(s.shape) >= LARGE for fact in s.facts):
         first, kept, _ = fact.partition("\n")[0].partition(" is kept:")
         if kept or first.startswith("h("):
-            found.append(f"`{first.replace(' in [0, inf)', ' >= 0')}`")
+            text = first.replace(" in [0, inf)", " >= 0")
+            found.append(f"`{text if len(text) < 100 else text[:97] + '...'}`")
     return "; ".join(dict.fromkeys(found))
 
 
