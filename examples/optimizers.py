@@ -160,6 +160,7 @@ LEARNING_RATES = {
 }
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("torch.optim", "LBFGS"): {"max_iter": 4, "history_size": 10, "line_search_fn": "strong_wolfe"},
+    ("pytorch-optimizer", "LBFGS"): {"max_iter": 4, "history_size": 10},
     ("torch.optim", "SGD"): {"momentum": 0.9},
     ("torch-optimi", "SGD"): {"momentum": 0.9},
     ("torch-optimi", "StableAdamW"): {"triton": False},  # it uses Triton where that is installed, GPU or not
@@ -214,8 +215,7 @@ def switched(cls: type[Optimizer]) -> Iterator[dict[str, Any]]:
 
 
 def row_of(family: str, cls: type[Optimizer], options: dict[str, Any]) -> Row:
-    name = cls.__name__
-    key = name if family == "pytorch-optimizer" else f"{family}.{name}"
+    name, key = cls.__name__, f"{family}.{cls.__name__}".removeprefix("pytorch-optimizer.")
     rates = [{"lr": lr} for lr, names in LEARNING_RATES.items() if key in names.split()]
     base = SETTINGS.get((family, name), {}) | (rates[0] if rates else {})
     return Row(

@@ -149,7 +149,7 @@ def compile_updates(
         in_place |= not analysed or analysed[0].region is not region
         for node, reason in reasons.items():
             refused[node] = refuse_state(node, inputs, reason, wanted)
-        final = plan_storage(analysed, dense, inputs, wanted)
+        final = plan_storage(analysed, {**dense, **reasons}, inputs, wanted)
         plans = {node: _for_now(node, plan, inputs) for node, plan in final.items()}
         deferred.update({node: final[node] for node in plans if plans[node] is not final[node]})
         for a in analysed:
