@@ -177,6 +177,8 @@ def _open(known: Facts) -> int:
 
 def _number_of(node: fx.Node) -> torch.SymFloat | torch.SymInt | None:
     """The Python number that an input is, or that the 0-d tensor stands for in which Dynamo hands it over."""
+    if node.target is torch.mul and isinstance(made_of := node.args[1], fx.Node):  # by `split_updates.as_tensor`
+        node = made_of
     values = [example_of(n) for n in (node, *node.users) if n is node or n.target == "item"]
     found = next((v for v in values if isinstance(v, torch.SymFloat | torch.SymInt)), None)
     # Dynamo cannot guard on every expression, but on what is itself an input.
