@@ -175,7 +175,7 @@ def _for_every_step(program: UpdateProgram, given: Sequence[Interval | None]) ->
 
     Interval arithmetic does not see that (1 - b**(t - 1)) / (1 - b**t) is below 1.
     """
-    counts_here = program.written_numbers == (0,)
+    counts_here = program.written_numbers == (0,) and (given[0] is None or given[0] in NON_NEGATIVE)
     if len(program.numbers) != 1 or not (counts_here or given[0] == COUNTED):
         return None
     dtype = next(n for n in program.scalars.graph.nodes if n.op == "placeholder").meta["val"].dtype

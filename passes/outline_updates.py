@@ -255,7 +255,8 @@ def _absorb(group: set[fx.Node], members: set[fx.Node], index: _Index) -> None:
         is_view = root is not node and root.op in ("placeholder", "get_attr")  # p.data, say
         accumulates = bool(written_by(node)) or (node in index.fixed and not is_view)  # gradients, in the rest
         pure = is_scalar(node) or not accumulates
-        counts = is_scalar(node) and bool(written_by(node))  # once, whoever reads a number that is made of it
+        kept = (index.roots[w].op in ("placeholder", "get_attr") for w in written_by(node) if w in index.roots)
+        counts = is_scalar(node) and any(kept)  # once, whoever reads a number that is made of it
         exclusive = node not in members and set(node.users) <= group and not reduces and whole and pure and not counts
         if exclusive or _is_number(node, index.fixed):
             group.add(node)

@@ -49,7 +49,7 @@ CALLS: list[tuple[Any, Callable[[Any, Any, Any, float], tuple[Any, ...]], dict[s
     (aten.pow.Scalar, lambda x, y, z, c: (c, x), {}),
     (aten.pow.Tensor_Tensor, lambda x, y, z, c: (x, y), {}),
 ]  # fmt: skip
-NOT_CALLED = {"full", "ones", "zeros", "scalar_tensor", "convert_element_type", "fma", "where"} | {
+NOT_CALLED = {"alias_copy", "detach_copy", "full", "ones", "zeros", "scalar_tensor", "convert_element_type", "fma", "where"} | {
     "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "logical_and", "logical_or", "logical_not", "logical_xor",
 }  # fmt: skip
 CONSTANTS = [0.0, 1.0, -1.0, 0.1, 0.5, 0.9, 0.999, -0.3, 2.0, 3.0, 1.5, 1e-8, 50.0]
