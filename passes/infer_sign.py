@@ -183,15 +183,12 @@ def _for_every_step(program: UpdateProgram, given: Sequence[Interval | None]) ->
     for first in range(0, LAST_STEP, CHUNK):
         steps = torch.arange(first, first + CHUNK, dtype=dtype)
         try:
-            *results, new = [
-                *program.scalars(steps if counts_here else steps + 1),
-                *([] if counts_here else [steps + 1]),
-            ]
+            computed: list[torch.Tensor] = list(program.scalars(steps if counts_here else steps + 1))
         except (RuntimeError, TypeError):
             return None
-        if new.shape != steps.shape or not torch.equal(new, steps + 1):
+        if counts_here and not (computed[-1].shape == steps.shape and torch.equal(computed.pop(), steps + 1)):
             return None
-        bounds = [torch.aminmax(r.double()) for r in results]
+        bounds = [torch.aminmax(r.double()) for r in computed]
         if not all(bool(torch.isfinite(low) & torch.isfinite(high)) for low, high in bounds):
             return None
         here = [Interval(low.item(), high.item()) for low, high in bounds]

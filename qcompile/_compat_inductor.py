@@ -37,7 +37,7 @@ def stock_inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[
         return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(settings) or None))
     except GuardOnDataDependentSymNode as error:
         log.info("a graph runs uncompiled: %s", str(error).partition("\n")[0])
-        return cast("Callable[..., Any]", gm.forward)
+        return gm.forward
 
 
 @contextlib.contextmanager
