@@ -230,3 +230,11 @@ def test_quantized_state_is_planned_again(capture, analyse, params) -> None:
         optimizer.state[p][key] = QuantizedState.quantize(optimizer.state[p][key], Format(True, block_size=256))
     found = plans(capture, analyse, optimizer)
     assert found[0, "exp_avg_sq"].format == replace(RECIPES["8bit"].second, block_size=64)
+
+
+def test_a_sum_is_rounded_without_bias_in_its_value(capture, analyse, params) -> None:
+    """What is added up for ever must not drift: 8bit rounds other second moments without bias in their logarithm."""
+    adagrad = plans(capture, analyse, torch.optim.Adagrad(params((64, 128))))
+    rmsprop = plans(capture, analyse, torch.optim.RMSprop(params((64, 128))))
+    assert adagrad["sum"].format.rounding == "stochastic"
+    assert rmsprop["square_avg"].format.rounding == "coordinate"
