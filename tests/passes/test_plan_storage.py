@@ -236,5 +236,5 @@ def test_a_sum_is_rounded_without_bias_in_its_value(capture, analyse, params) ->
     """What is added up for ever must not drift: 8bit rounds other second moments without bias in their logarithm."""
     adagrad = plans(capture, analyse, torch.optim.Adagrad(params((64, 128))))
     rmsprop = plans(capture, analyse, torch.optim.RMSprop(params((64, 128))))
-    assert adagrad["sum"].format.rounding == "stochastic"
-    assert rmsprop["square_avg"].format.rounding == "coordinate"
+    assert adagrad[0, "sum"].format.rounding == "stochastic"
+    assert rmsprop[0, "square_avg"].format.rounding == "coordinate"
