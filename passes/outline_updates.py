@@ -13,7 +13,7 @@ is refused, with the reason, and stays in the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,7 +64,7 @@ def outline_updates(gm: fx.GraphModule, inputs: Inputs) -> Outline:
     a step whose backward pass is in the same graph), each will run in its own place instead: behind its last operation.
     """
     index = _index(gm, inputs)
-    unwritten = {node for node, _ in _only_read(inputs, index)}
+    unwritten = _only_read(inputs, index)
     groups = [set(group) for group in _components(gm, inputs, index.roots, unwritten)]
     members = {node for group in groups for node in group}
     own = _own_numbers(groups, members, inputs, index)
@@ -87,7 +87,7 @@ def outline_updates(gm: fx.GraphModule, inputs: Inputs) -> Outline:
     regions = [_region(group, index, inputs) for group in groups]
     regions.sort(key=lambda region: index.order[region.nodes[0]])
     touched = {a for region in regions for a in region.inputs} | set(refused)
-    refused.update({s: reason for s, reason in _only_read(inputs, index) if s not in touched})
+    refused.update({state: READ for state in unwritten if state not in touched})
     return Outline(tuple(regions), refused, in_place)
 
 
@@ -109,11 +109,9 @@ def _is_output(node: fx.Node, own: set[fx.Node], index: _Index) -> bool:
     return not _is_number(node, index.fixed) and any(user not in own for user in node.users)
 
 
-def _only_read(inputs: Inputs, index: _Index) -> Iterator[tuple[fx.Node, str]]:
+def _only_read(inputs: Inputs, index: _Index) -> set[fx.Node]:
     """State that this graph does not write: it stays as it is stored, and begins no region."""
-    for node in inputs.state:
-        if not any(writes for _, writes in index.touches.get(node, ())):
-            yield node, READ
+    return {node for node in inputs.state if not any(writes for _, writes in index.touches.get(node, ()))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +188,8 @@ def _roots(gm: fx.GraphModule, inputs: Inputs) -> dict[fx.Node, fx.Node]:
 def _components(
     gm: fx.GraphModule, inputs: Inputs, roots: dict[fx.Node, fx.Node], unwritten: set[fx.Node]
 ) -> list[list[fx.Node]]:
-    owned = {n for n in inputs.tensors if (n in inputs.params or n in inputs.state) and not is_scalar(n)}
-    owners = owned - unwritten
+    large = {n for n in inputs.tensors if (n in inputs.params or n in inputs.state) and not is_scalar(n)}
+    owners = large - unwritten
     dirty: set[fx.Node] = set()
     depends = {n for n in owners if n in inputs.state}
     parent: dict[fx.Node, fx.Node] = {}
