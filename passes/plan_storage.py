@@ -49,6 +49,7 @@ class StatePlan:
         by_choice: whether the user asked for dense (recipe, `min_numel`, override), so that `strict` does not object.
         partner: the second moment that a first moment in update space is stored relative to.
         facts: what was found out, for people to read: the proof, what it remembers, how it enters the update.
+        written: whether the graph writes it.
     """
 
     slot: Slot
@@ -58,6 +59,7 @@ class StatePlan:
     by_choice: bool = False
     partner: Slot | None = None
     facts: tuple[str, ...] = ()
+    written: bool = True
 
     @property
     def non_negative(self) -> bool:
@@ -128,7 +130,7 @@ def _pairs(part: Analysed, choices: dict[fx.Node, _Choice]) -> Iterator[tuple[fx
     for i, found in storage_pairs(part.preconditioners).items():
         if i in nodes and found.second in nodes:
             first, second = nodes[i], nodes[found.second]
-            alone = choices[first].parts == choices[second].parts == 1
+            alone = choices[first].parts == choices[second].parts == 1 and not is_apart(choices[first].tensor)
             if choices[second].proved == "non-negative" and alone:
                 yield first, (second, found)
 
@@ -178,6 +180,11 @@ def new_state_format(slot: Slot, state: Tensor, wanted: Choices, fresh: bool = F
     recipe = wanted.options.chosen if isinstance(given, Format) else given
     fmt = recipe.second if not fresh and bool(state.any()) and range_now(state).low >= 0 else recipe.signed
     return None if fmt is None else _sized(fmt, state, recipe, wanted)
+
+
+def is_apart(state: Tensor) -> bool:
+    """Whether a state is known to be written in other steps than the second moment that divides it."""
+    return isinstance(state, QuantizedState) and state.is_apart
 
 
 def is_copy(state: Tensor, param: Tensor) -> bool:
@@ -305,4 +312,5 @@ def _plan(choice: _Choice, inputs: Inputs) -> StatePlan:
         choice.by_choice,
         choice.partner,
         tuple(choice.facts),
+        choice.written,
     )

@@ -72,7 +72,7 @@ def qstate(
     compiled = compile_updates(gm, example_inputs, chosen, settings)
     if chosen.strict and (found := refusals(compiled)):
         raise NotQuantizedError(found)
-    if apply_plans(compiled, chosen.seed):
+    if apply_plans(compiled, chosen):
         trace_again("optimizer state was converted")
     later = _deferred(compiled)
     returned = _take_returned_state(compiled)

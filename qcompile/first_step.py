@@ -96,15 +96,24 @@ def give_gradients_back(optimizer: Optimizer) -> bool:
 
 def _python_values(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    simple = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str, bool, type(None)))}
-    return groups, simple
+    return groups, {k: v for k, v in vars(optimizer).items() if _is_simple(v)}
+
+
+def _is_simple(value: Any) -> bool:
+    return isinstance(value, (int, float, str, bool, type(None)))
 
 
 def _put_back(optimizer: Optimizer, values: tuple[list[dict[str, Any]], dict[str, Any]]) -> None:
+    """Restore what `_python_values` saved, and remove what was not there: `if "step" not in group: ...`."""
     groups, simple = values
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key in group.keys() - saved.keys() - {"params"}:
+            del group[key]
         group.update(copy.deepcopy(saved))
-    vars(optimizer).update(simple)
+    attributes = vars(optimizer)
+    for name in [n for n, v in attributes.items() if n not in simple and _is_simple(v)]:
+        del attributes[name]
+    attributes.update(simple)
 
 
 class _SeenEnough(Exception):  # noqa: N818

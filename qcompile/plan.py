@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qcompile.exc import MarkedStateError
+from qcompile.options import Choices, Options
 from qcompile.passes.find_state import Slot, state_of
 from qcompile.passes.pipeline import CompiledGraph
-from qcompile.passes.plan_storage import StatePlan
+from qcompile.passes.plan_storage import StatePlan, new_state_format
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel
 from qcompile.runtime.layout import like, order_of, same_order
@@ -76,10 +77,11 @@ def refusals(compiled: CompiledGraph) -> list[str]:
     return found
 
 
-def apply_plans(compiled: CompiledGraph, seed: int) -> bool:
+def apply_plans(compiled: CompiledGraph, options: Options) -> bool:
     """Convert every state of the graph to what was planned, one tensor at a time, and record it.
 
-    A second moment is converted before the first moment that is stored relative to it. `seed` is of the random bits.
+    A second moment is converted before the first moment that is stored relative to it. A state that is relative to one
+    which the graph writes, and is not written with it, would change its meaning: it is stored by itself from now on.
     True where a state that is an argument of the graph is another kind of tensor now: Dynamo has traced the old one.
     """
     seen: set[int] = set()
@@ -89,10 +91,34 @@ def apply_plans(compiled: CompiledGraph, seed: int) -> bool:
         summary = ClassSummary(len(group.regions), group.quantized, group.dense)
         for item in group.regions:
             for plan in sorted(item.plans.values(), key=_is_relative):
-                _apply(plan, summary, seen, seed)
+                _apply(plan, summary, seen, options.seed)
     for plan in compiled.refused.values():
-        _apply(plan, None, seen, seed)
-    return before != [_traced(compiled.inputs.state[n]) for n in arguments]
+        _apply(plan, None, seen, options.seed)
+    plans = [plan for group in compiled.classes for item in group.regions for plan in item.plans.values()]
+    set_apart = _set_apart([plan for plan in plans if plan.written], options)
+    return set_apart or before != [_traced(compiled.inputs.state[n]) for n in arguments]
+
+
+def _set_apart(plans: Sequence[StatePlan], options: Options) -> bool:
+    """Store by itself whatever is relative to state that these plans write, and is not written with it. Whether any was."""
+    written = [(plan.slot.optimizer(), plan.slot.get()) for plan in plans]
+    own = {id(state) for _, state in written}
+    changed = False
+    for optimizer, second in written:
+        dependents = second.dependents() if isinstance(second, QuantizedState) else []
+        for first in (state for state in dependents if id(state) not in own):
+            slot = None if optimizer is None else state_of(optimizer).get(id(first))
+            if slot is None:
+                continue  # a copy that somebody keeps
+            fmt = new_state_format(slot, first, Choices.of(options, [] if slot.param is None else [slot.param]))
+            if fmt is None:
+                slot.set(first.dequantize())
+            else:
+                fmt = dataclasses.replace(fmt, block_size=first.format.block_size)
+                first.requantize_(fmt, buffer_key(slot, options.seed, fmt), _stores(slot))
+                first.is_apart = True
+            changed = True
+    return changed
 
 
 def convert_arguments(planned: Mapping[int, tuple[Tensor, StatePlan]], seed: int) -> None:

@@ -49,6 +49,7 @@ class QuantizedState(torch.Tensor):
         counter: [2] int32, the key of the buffer's random bits and how often it was stored; None where none are drawn.
         format: how they are stored.
         partner: for a first moment in update space, the second moment that it is stored relative to.
+        is_apart: whether a step was seen that writes the second moment and not this one: it is never relative to it.
     """
 
     codes: Tensor
@@ -57,6 +58,7 @@ class QuantizedState(torch.Tensor):
     counter: Tensor | None
     format: Format
     partner: QuantizedState | None
+    is_apart: bool
     _dependents: list[weakref.ref[QuantizedState]]
 
     @staticmethod
@@ -84,7 +86,7 @@ class QuantizedState(torch.Tensor):
         partner: QuantizedState | None = None,
     ) -> None:
         self.codes, self.scale, self.tail, self.counter, self.format = codes, scale, tail, counter, metadata[3]
-        self.partner, self._dependents = partner, []
+        self.partner, self.is_apart, self._dependents = partner, False, []
         if partner is not None:
             partner._dependents.append(weakref.ref(self))
 
@@ -135,7 +137,7 @@ class QuantizedState(torch.Tensor):
         """
         if is_fake(self.codes):
             return
-        dependents = [(state, state.dequantize()) for state in self._alive()]
+        dependents = [(state, state.dequantize()) for state in self.dependents()]
         main, tail = self._split(flat(like(dense, self)))
         for rows in self._chunks():
             self.codes[rows], scales = encode_blocks(main[rows], self.format, self._context(rows, last=0))
@@ -178,8 +180,9 @@ class QuantizedState(torch.Tensor):
         missing = (rows.stop - rows.start) * block_size
         return torch.cat([values, self.tail])[:missing].view(-1, block_size)
 
-    def _alive(self) -> list[QuantizedState]:
-        found = {id(state): state for ref in self._dependents if (state := ref()) is not None}
+    def dependents(self) -> list[QuantizedState]:
+        """The states that are stored relative to this one."""
+        found = {id(state): state for ref in self._dependents if (state := ref()) is not None and state.partner is self}
         self._dependents = [weakref.ref(state) for state in found.values()]
         return list(found.values())
 
@@ -190,7 +193,7 @@ class QuantizedState(torch.Tensor):
 
     def requantize_(self, fmt: Format, key: int = 0, stores: int = 0, partner: QuantizedState | None = None) -> None:
         """Change the format in place. Values that are 0 stay 0; others are encoded again."""
-        dependents = [(state, state.dequantize()) for state in self._alive()]
+        dependents = [(state, state.dequantize()) for state in self.dependents()]
         is_zero = not self.codes.view(torch.uint8).any() and not self.tail.any()
         dense = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
         make = QuantizedState.zeros_like if is_zero else QuantizedState.quantize
@@ -235,7 +238,9 @@ class QuantizedState(torch.Tensor):
         shape, stride, own, fmt = self._metadata()
         counter = None if self.counter is None else change(self.counter)
         parts = (change(self.codes), change(self.scale), change(self.tail), counter)
-        return QuantizedState(*parts, (shape, stride, dtype or own, fmt), partner)
+        other = QuantizedState(*parts, (shape, stride, dtype or own, fmt), partner)
+        other.is_apart = self.is_apart
+        return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedState:
         if id(self) not in memo:  # a partner that is copied in the same call is shared, as it is here

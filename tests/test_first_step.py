@@ -39,6 +39,25 @@ class Handwritten(Optimizer):
                 p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-group["lr"])
 
 
+class CountsLate(Handwritten):
+    """A counter that does not exist before the first step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if "step" not in group:
+                group["step"] = 0
+            group["step"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                if p.grad is None:
+                    continue
+                if len(state) == 0:
+                    state["m"] = torch.zeros_like(p)
+                state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+                p.sub_(state["m"] / (1 - 0.9 ** group["step"]), alpha=0.1)
+
+
 class Coupled(Handwritten):
     """The same with one norm over all gradients."""
 
@@ -94,6 +113,14 @@ def test_state_is_made_one_parameter_at_a_time(params, train, count_dense, monke
     assert max((x - y).abs().max() for x, y in zip(ours, theirs, strict=True)) < 2e-3
     states = [s for s in qcompile.explain(optimizer).states if s.shape]
     assert {(s.key, s.sign) for s in states} == {("m", "signed"), ("v", "non-negative")}
+
+
+def test_a_counter_that_the_first_step_makes_counts_it_once(params, train) -> None:
+    ours, theirs = params(*[(64, 128)] * 4), params(*[(64, 128)] * 4)
+    optimizer, reference = CountsLate(ours), CountsLate(theirs)
+    for x, y in zip(train(ours, compiled(optimizer), 1), train(theirs, reference.step, 1), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    assert optimizer.param_groups[0]["step"] == reference.param_groups[0]["step"] == 1
 
 
 @pytest.mark.parametrize("kind", [Coupled, NeedsAllGradients])
