@@ -53,8 +53,7 @@ Make = Callable[[nn.Module], Optimizer]
 class Row:
     """An optimizer to try: how it is made from a model, and what it needs of the training loop.
 
-    `dense` makes the one to compare with, where eager torch refuses the option (`capturable` on a CPU); `refused`: neither
-    can train.
+    `dense` makes the one to compare with where eager torch refuses an option; `refused`: neither can train.
     """
 
     family: str
@@ -317,8 +316,9 @@ def cells(outcome: Outcome, tasks: list[Task]) -> list[str]:
         report = outcome.runs[-1][1].report
         quantized = [s for s in report.states if s.reason is None]
         own = sum(s.stored_bytes for s in quantized) / max(1, sum(s.dense_bytes for s in quantized))
+        all_state = report.state_bytes / max(1, report.dense_state_bytes)
         compiled = [
-            f"{own:.3f}, {report.state_bytes / max(1, report.dense_state_bytes):.3f}",
+            f"{own:.3f}, {all_state:.3f}" if quantized else "",
             f"{len(report.classes)}, {len(report.kernels)}, {report.graphs}",
             f"{outcome.runs[-1][1].compile_seconds:.1f}",
             proved(report),

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from qcompile import _compat
 from qcompile.exc import NotQuantizedError
 from qcompile.options import Options
-from qcompile.passes.find_state import state_of
+from qcompile.passes.find_state import is_state_buffer, state_of
 from qcompile.plan import record_of
 from qcompile.runtime.state import QuantizedState
 
@@ -64,10 +64,10 @@ def end_step(optimizer: Optimizer, options: Options) -> bool:
             break
     if _has_sparse_gradient(optimizer):
         _report(optimizer, options)
-    elif activity != began:
+    elif activity.ran != began.ran or (activity != began and not _has_large_state(optimizer, options)):
         _reached.add(optimizer)
     elif optimizer not in _reached or _holds_quantized(optimizer):
-        _report(optimizer, options)
+        _report(optimizer, options)  # perhaps graphs were compiled, but of functions that the step calls
     return activity.compiled != began.compiled
 
 
@@ -94,6 +94,11 @@ def _report(optimizer: Optimizer, options: Options) -> None:
 def _has_sparse_gradient(optimizer: Optimizer) -> bool:
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
     return any(g is not None and g.layout != torch.strided for g in gradients)
+
+
+def _has_large_state(optimizer: Optimizer, options: Options) -> bool:
+    values = [slot.get() for slot in state_of(optimizer).values()]
+    return any(is_state_buffer(value) and value.numel() >= options.min_numel for value in values)
 
 
 def _holds_quantized(optimizer: Optimizer) -> bool:

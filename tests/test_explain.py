@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
@@ -127,6 +131,38 @@ def test_facts_of_dense_state_are_in_the_report(params) -> None:
     facts = {s.key: s.facts for s in qcompile.explain(optimizer).states if s.shape}
     assert facts["square_avg"][0].startswith("square_avg in [0, inf) is kept")
     assert facts["grad_avg"][1] == "moment, decay alpha"
+
+
+class BreaksInItsLoop(torch.optim.Optimizer):
+    """Its loop holds what Dynamo does not trace, so the step runs eagerly; what it calls is compiled."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            momentum.mul_(0.9).add_(self.projected(p.grad))
+            p.sub_(momentum, alpha=0.1)
+
+    def projected(self, gradient: torch.Tensor) -> torch.Tensor:
+        centered = gradient - gradient.mean()
+        return gradient if gradient.norm() > 1e9 else centered
+
+
+def test_a_step_of_which_only_called_functions_are_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    layer = nn.Linear(64, 64)
+    optimizer = BreaksInItsLoop(layer.parameters())
+    step = torch.compile(optimizer.step, backend="qstate")
+    with caplog.at_level(logging.WARNING, "qcompile"):
+        for _ in range(3):
+            layer(torch.randn(4, 64)).square().mean().backward()
+            step()
+    (state,) = (s for s in qcompile.explain(optimizer).states if s.shape == (64, 64))
+    assert state.reason is not None
+    assert state.reason.startswith("torch ran the step as eager Python")
+    assert len([r for r in caplog.records if "runs dense" in r.message]) == 1, "warned not exactly once"
 
 
 def test_before_any_step_and_after_clearing() -> None:
