@@ -118,7 +118,10 @@ def functional_graph(region: Region) -> fx.GraphModule:
 
 def _shape_of(region: Region, inputs: Inputs) -> torch.Size:
     """The shape of everything in an elementwise region."""
-    shapes = {example_of(a).shape for a in region.inputs if a in inputs.params or a in inputs.state}
+    buffers = [example_of(a) for a in region.inputs if a in inputs.params or a in inputs.state]
+    if any(not isinstance(extent, int) for buffer in buffers for extent in buffer.shape):
+        raise NotElementwise("it was traced for buffers of any size")
+    shapes = {buffer.shape for buffer in buffers}
     if len(shapes) != 1:
         found = ", ".join(sorted(str(tuple(s)) for s in shapes)) or "none"
         raise NotElementwise(f"its update touches parameters or state of several shapes: {found}")

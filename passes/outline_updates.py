@@ -65,7 +65,7 @@ def outline_updates(gm: fx.GraphModule, inputs: Inputs) -> Outline:
     """
     index = _index(gm, inputs)
     unwritten = _only_read(inputs, index)
-    groups = [set(group) for group in _components(gm, inputs, index.roots, unwritten)]
+    groups = [_without_last_numbers(group, index) for group in _components(gm, inputs, index.roots, unwritten)]
     members = {node for group in groups for node in group}
     own = _own_numbers(groups, members, inputs, index)
     for group, numbers in zip(groups, own, strict=True):
@@ -106,7 +106,12 @@ def _runs_in_place(groups: Iterable[Iterable[fx.Node]], inputs: Inputs, index: _
 
 
 def _is_output(node: fx.Node, own: set[fx.Node], index: _Index) -> bool:
-    return not _is_number(node, index.fixed) and any(user not in own for user in node.users)
+    """Whether a node is read outside of its region, perhaps by a number of which the outside has a copy."""
+
+    def leaves(n: fx.Node) -> bool:
+        return any(user not in own or (_is_number(user, index.fixed) and leaves(user)) for user in n.users)
+
+    return not _is_number(node, index.fixed) and leaves(node)
 
 
 def _only_read(inputs: Inputs, index: _Index) -> set[fx.Node]:
@@ -218,6 +223,16 @@ def _components(
     for node in members:
         groups.setdefault(find(node), []).append(node)
     return list(groups.values())
+
+
+def _without_last_numbers(group: list[fx.Node], index: _Index) -> set[fx.Node]:
+    """The group without what it reads into Python numbers (`item`) for others: a region gives tensors away."""
+    kept = set(group)
+    for node in reversed(group):
+        is_python = is_scalar(node) and not isinstance(example_of(node), Tensor)
+        if (is_python or _is_number(node, index.fixed)) and not any(user in kept for user in node.users):
+            kept.remove(node)
+    return kept
 
 
 def _own_numbers(

@@ -271,6 +271,23 @@ def without_unused_attributes(gm: fx.GraphModule, graph: fx.Graph | None = None)
     return out
 
 
+def with_arguments(gm: fx.GraphModule, attributes: Sequence[str]) -> fx.GraphModule:
+    """A copy in which tensors that the module holds arrive as arguments, behind the others."""
+    gm = copy_of(gm)
+    first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+    for name in attributes:
+        with gm.graph.inserting_before(first):
+            argument = gm.graph.placeholder(f"{name}_argument")
+        for node in [n for n in gm.graph.nodes if n.op == "get_attr" and n.target == name]:
+            argument.meta = dict(node.meta)
+            node.replace_all_uses_with(argument)
+            first = node.next if node is first else first
+            gm.graph.erase_node(node)
+    out = without_unused_attributes(gm)
+    out.meta = {k: v for k, v in gm.meta.items() if k != "dynamo_compile_id"}  # its inputs are not Dynamo's any more
+    return out
+
+
 def inner_source(owner: Any, part: Any, name: str, key: str | None = None) -> None:
     """Tell Dynamo and AOTAutograd that an input is the attribute `name` of the input `owner`.
 

@@ -40,6 +40,14 @@ def stock_inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[
         return gm.forward
 
 
+def inductor_apart(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """The same for a graph with other inputs than Dynamo's, of whose guards and sources it is to know nothing."""
+    from torch._guards import tracing
+
+    with tracing(None):
+        return stock_inductor(gm, inputs, settings)
+
+
 @contextlib.contextmanager
 def _outer_loop_fusion_without_key_error() -> Iterator[None]:
     """Inductor's C++ asks where a buffer is read by a node that reads it under the name of its mutation, and fails.

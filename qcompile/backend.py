@@ -19,9 +19,10 @@ from qcompile._compat import (
     mark_static,
     require_supported_torch,
     trace_again,
+    with_arguments,
     without_unused_attributes,
 )
-from qcompile._compat_inductor import mode_options, stock_inductor
+from qcompile._compat_inductor import inductor_apart, mode_options, stock_inductor
 from qcompile.dense_step import activity
 from qcompile.exc import NotQuantizedError
 from qcompile.options import Options
@@ -63,7 +64,7 @@ def qstate(
     settings = mode_options(mode)
     settings.update({name.replace("-", "_"): value for name, value in (chosen.inductor or {}).items()})
     if not updates_state(gm, example_inputs):
-        return stock_inductor(gm, example_inputs, settings)
+        return _compiled(gm, example_inputs, settings)
     if changing := _of_changing_shape(gm, example_inputs):
         held = [t for tensor in changing if isinstance(tensor, QuantizedState) for t in tensor.stored]
         marked = [mark_static(tensor) for tensor in [*changing, *held]]
@@ -87,6 +88,25 @@ def qstate(
 
 
 hooks.install(qstate)
+
+
+def _compiled(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """What no region took, compiled as `backend="inductor"` would.
+
+    It may read a state that is stored relative to another, of which Inductor, that sees its parts, knows nothing: such a
+    state arrives as dense values.
+    """
+
+    def decoded(value: Any) -> Any:
+        return value.dequantize() if isinstance(value, QuantizedState) and value.partner is not None else value
+
+    held = {str(n.target): getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}
+    held = {name: value for name, value in held.items() if decoded(value) is not value}
+    if all(decoded(value) is value for value in inputs) and not held:
+        return stock_inductor(gm, inputs, settings)
+    plain = [decoded(value) for value in (*inputs, *held.values())]
+    program = inductor_apart(with_arguments(gm, [*held]), plain, settings)
+    return lambda *args: program(*map(decoded, (*args, *held.values())))
 
 
 def _of_changing_shape(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Tensor]:
@@ -202,7 +222,7 @@ class _Rest:
             else:
                 self.read.append(i)
         self.gm.graph.lint()
-        return stock_inductor(without_unused_attributes(self.gm), [example_inputs[i] for i in self.read], settings)
+        return _compiled(without_unused_attributes(self.gm), [example_inputs[i] for i in self.read], settings)
 
 
 def _executable(compiled: CompiledGraph, rest: _Rest, run_rest: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -257,6 +257,10 @@ class QuantizedState(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
         return list(parts_of(self.format)), self._metadata()
 
+    def _stable_hash_for_caching(self) -> str:
+        """For AOTAutograd's cache of compiled graphs."""
+        return repr(self._metadata())
+
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], metadata: Metadata, outer_size: Sequence[int], outer_stride: Sequence[int]

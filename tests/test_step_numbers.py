@@ -208,3 +208,35 @@ def test_a_first_moment_that_is_not_written_with_its_second_keeps_its_values(tra
     graphs = qcompile.explain(optimizer).graphs
     train(ours, step, 4)
     assert qcompile.explain(optimizer).graphs == graphs, "compiled again"
+
+
+class Measures(Optimizer):
+    """A number that is read from state which the step has just updated decides about the next step: as in D-Adaptation."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "d": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            longest = group.setdefault("longest", torch.zeros(1))
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"] = torch.zeros_like(p)
+                longest.lerp_(p.grad.abs().sum(), 0.5)
+                state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+                p.sub_(state["m"], alpha=group["d"])
+            group["d"] = max(group["d"], min((longest / 1e5).item(), 1.5 * group["d"]))
+
+
+def test_a_number_read_from_new_state_is_that_of_the_eager_step(train) -> None:
+    ours, theirs = weights(), weights()
+    optimizer, reference = Measures(ours), Measures(theirs)
+    train(ours, torch.compile(optimizer.step, backend="qstate"), 6)
+    train(theirs, reference.step, 6)
+    found, expected = optimizer.param_groups[0], reference.param_groups[0]
+    assert expected["d"] > 2e-3, "the number did not change"
+    torch.testing.assert_close(found["longest"], expected["longest"])
+    assert found["d"] == pytest.approx(expected["d"], rel=1e-6)
+    assert isinstance(optimizer.state[ours[0]]["m"], QuantizedState)

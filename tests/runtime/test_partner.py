@@ -127,3 +127,16 @@ def test_an_element_whose_second_moment_overflowed_does_not_take_its_block() -> 
     others = torch.arange(256) != 7
     assert torch.equal(m.dequantize()[others], clean.dequantize()[others])
     assert m.dequantize()[7] == 0
+
+
+def test_a_compiled_function_reads_its_values() -> None:
+    layer = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    step = torch.compile(optimizer.step, backend="qstate")
+    norm = torch.compile(lambda: optimizer.state[layer.weight]["exp_avg"].norm(), backend="qstate")
+    for _ in range(3):
+        layer(torch.randn(4, 64)).square().mean().backward()
+        step()
+        state = optimizer.state[layer.weight]["exp_avg"]
+        assert state.format.coordinate == "update"
+        torch.testing.assert_close(norm(), state.dequantize().norm())
