@@ -6,15 +6,17 @@ assumed anything about the number of rows but the bound of 32-bit indices, which
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from qcompile._compat_inductor import code_language, lower_with_inductor
+from qcompile._compat_inductor import code_language, compile_cpp, lower_with_inductor
 from qcompile.exc import GraphSpecError
 from qcompile.passes.quantize_update import QuantizedUpdate
+from qcompile.passes.rewrite_cpp import rewrite_cpp
 from qcompile.runtime.launch import LAUNCH, Kernel
 
 NAME = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
@@ -26,8 +28,18 @@ def lower(update: QuantizedUpdate, device: torch.device, settings: Mapping[str, 
     most = LAUNCH // update.block_size
     if guards := [expr for expr in update.world.guards() if not _holds_up_to(expr, most)]:
         raise GraphSpecError("lower", f"the kernel holds only where {guards}")
-    names = NAME.findall(source)
-    return Kernel(call, ", ".join(names) or "none", code_language(device), source, update.parts, update.returned_scales)
+    names, language = NAME.findall(source), code_language(device)
+    kernel = Kernel(call, ", ".join(names) or "none", language, source, update.parts, update.returned_scales)
+    function = rewrite_cpp(source, update.scales) if language == "C++" else None
+    if function is None:
+        return kernel
+    return dataclasses.replace(
+        kernel,
+        source=function.source,
+        call_table=compile_cpp(function.source),
+        columns=function.columns,
+        unit=function.unit,
+    )
 
 
 def _holds_up_to(expr: str, most: int) -> bool:

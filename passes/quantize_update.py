@@ -54,6 +54,7 @@ class QuantizedUpdate:
         block_size: elements of a row; 1 where nothing is quantized.
         parts: into how many ranges of columns a block is cut.
         returned_scales: operands of whose scales the outputs are, `quantize`'s reductions, instead of copied in place.
+        scales: of each operand in `returned_scales`, its format, and which of the inputs its scales are.
     """
 
     graph: fx.GraphModule
@@ -62,6 +63,7 @@ class QuantizedUpdate:
     block_size: int
     parts: int
     returned_scales: tuple[int, ...]
+    scales: tuple[tuple[Format, tuple[int, ...]], ...]
 
 
 @dataclass(slots=True)
@@ -88,7 +90,8 @@ def quantize_update(
     inputs = list(_inputs(build, world, device))
     graph = trace(build.kernel, inputs, world.fake_mode, decompose=True)
     returned = () if scales_in_place else tuple(i for i in build.written if isinstance(storage[i], Format))
-    return QuantizedUpdate(graph, tuple(inputs), world, build.block_size, parts, returned)
+    scales = tuple(build.scale_inputs(i) for i in returned)
+    return QuantizedUpdate(graph, tuple(inputs), world, build.block_size, parts, returned, scales)
 
 
 def _inputs(build: _Build, world: SymbolicRows, device: torch.device) -> Iterator[Tensor]:
@@ -148,6 +151,19 @@ class _Build:
     @property
     def pairs(self) -> dict[int, Preconditioner]:
         return storage_pairs(self.preconditioners)
+
+    def width(self, i: int) -> int:
+        """How many inputs of the kernel an operand is."""
+        fmt = self.storage[i]
+        if not isinstance(fmt, Format):
+            return self.parts
+        return self.parts * fmt.bits // 8 + fmt.scale_count + 2 * fmt.random
+
+    def scale_inputs(self, i: int) -> tuple[Format, tuple[int, ...]]:
+        """The format of a quantized operand, and which of the kernel's inputs its scales are."""
+        fmt = self.format_of(i)
+        start = sum(map(self.width, range(i))) + self.parts * fmt.bits // 8
+        return fmt, tuple(range(start, start + fmt.scale_count))
 
     def kernel(self, *args: Tensor) -> tuple[Tensor, ...]:
         left = iter(args)

@@ -120,6 +120,38 @@ def _one_pass_reductions() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _cpp_compiled_when_called() -> Iterator[None]:
+    """Leave the C++ of a generated module uncompiled until it is called, which it may never be (see `compile_cpp`)."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    original = AsyncCompile.cpp_pybinding
+
+    def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Callable[..., Any]:
+        compiled: list[Callable[..., Any]] = []
+
+        def call(*args: Any) -> Any:
+            if not compiled:
+                future = original(self, argtypes, source_code)
+                compiled.append(future.result() if hasattr(future, "result") else future)
+            return compiled[0](*args)
+
+        return call
+
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding):
+        yield
+
+
+def compile_cpp(source: str) -> Callable[[Tensor, int], Any]:
+    """Compile `kernel(const int64_t*, const int64_t)` as Inductor compiles its own C++, and with its cache."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    return cast(
+        "Callable[[Tensor, int], Any]",
+        CppPythonBindingsCodeCache.load_pybinding(["const int64_t*", "const int64_t"], source),
+    )
+
+
 def code_language(device: torch.device) -> str:
     """What Inductor generates for a device now: "C++" or "Triton"."""
     import torch._inductor.config as inductor_config
@@ -147,6 +179,7 @@ def lower_with_inductor(
         _outer_loop_fusion_without_key_error(),
         _one_pass_reductions(),
         _decoded_where_used(),
+        _cpp_compiled_when_called(),
     ):
         compiled = compile_fx_inner(gm, list(inputs))
     return cast("Callable[[list[Any]], Any]", compiled), str(getattr(compiled, "source_code", ""))

@@ -1,7 +1,8 @@
 """Bind tensors to update kernels and run them.
 
 An `UpdateClass` is one program with the regions that share it. Running it computes the numbers of all regions at once, on
-vectors with one element per region, then launches a kernel per region on views of the region's tensors:
+vectors with one element per region, then runs its kernels on views of the regions' tensors, once for all regions where the
+kernel takes a table of addresses (`runtime.table`), else once per region:
 
 - the blocks of a quantized region, as [n_blocks, block_size] views, go to the quantized kernel;
 - its tail, and everything of a region without quantized state, goes to the dense kernel as flat views.
@@ -21,10 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from qcompile._compat import add_all, copy_all
-from qcompile.runtime.codecs import finish_scales, in_parts
+from qcompile.runtime.codecs import finish_scales
 from qcompile.runtime.formats import Format
-from qcompile.runtime.layout import flat, like
+from qcompile.runtime.layout import like
 from qcompile.runtime.state import QuantizedState
+from qcompile.runtime.table import Tables
+from qcompile.runtime.views import Source, Views, dense_of, dense_views, quantized_views, stored_of, tensor_of
 
 # Elements per launch. On a CPU a launch that stays in the cache bounds whatever the code generator keeps in memory
 # between its loops; elsewhere only 32-bit indices set a limit.
@@ -42,6 +45,10 @@ class Kernel:
         source: the generated module.
         parts: into how many ranges of columns it takes a block.
         returned_scales: operands whose blocks' reductions are returned, to become scales outside.
+        call_table: updates all regions of a class, given a table of addresses and their number; None where there is no such
+            function.
+        columns: which inputs the table's rows are the addresses of.
+        unit: rows per unit of work.
     """
 
     call: Callable[[list[Any]], Any]
@@ -50,6 +57,9 @@ class Kernel:
     source: str = field(repr=False)
     parts: int
     returned_scales: tuple[int, ...]
+    call_table: Callable[[Tensor, int], Any] | None = None
+    columns: tuple[int, ...] = ()
+    unit: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +85,6 @@ class Layout:
         return next((fmt.block_size for fmt in self.storage if fmt is not None), 1)
 
 
-# A tensor that keeps its address, the position of an argument, or the positions of the parts of a quantized state.
-Source = Tensor | int | tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Region:
     """One parameter's update: where its operands and numbers come from, and a flat tensor whose strides they follow."""
@@ -102,33 +108,45 @@ class UpdateClass:
         self.layout, self.regions, self.device = layout, tuple(regions), device
         self.quantized, self.dense = quantized, dense
         self.parts = 1 if quantized is None else quantized.parts
-        self._static = [_static_views(region, layout, self.parts) for region in self.regions]
+        self.static = [_static_views(region, layout, self.parts) for region in self.regions]
         written = [i for i, is_written in enumerate(layout.written) if is_written]
         random = {i for i, fmt in enumerate(layout.storage) if fmt is not None and fmt.random}
         self._written_dense = [i for i in written if layout.storage[i] is None]
         self._random, self._counted = bool(random), [i for i in written if i in random]
+        kernels = [kernel for kernel in (quantized, dense) if kernel is not None]
+        self._tables = (
+            Tables(layout, self.regions, self.static, quantized, dense)
+            if all(kernel.call_table is not None for kernel in kernels)
+            else None
+        )
 
     def run(self, args: Sequence[Any]) -> None:
         """Update every region. `args` are the arguments of the compiled graph."""
-        stores: list[Tensor] = []
-        for region, static, numbers in zip(self.regions, self._static, self._numbers(args), strict=True):
-            stores += self._run_region(region, static, numbers, args)
+        if self._tables is not None:
+            stores = self._tables.run(self._results(args), args)
+        else:
+            stores = []
+            for region, static, numbers in zip(self.regions, self.static, self._numbers(args), strict=True):
+                stores += self._run_region(region, static, numbers, args)
         if stores:
             add_all(stores, 1)
-        increment_version([_tensor(r.operands[i], args) for r in self.regions for i in self._written_dense])
+        increment_version([tensor_of(r.operands[i], args) for r in self.regions for i in self._written_dense])
 
-    def _numbers(self, args: Sequence[Any]) -> list[tuple[Tensor, ...]]:
+    def _results(self, args: Sequence[Any]) -> list[Tensor]:
+        """The 0-d inputs of the kernels, for all regions: [regions] each, or [] where they share it."""
         layout, count = self.layout, len(self.regions)
         sources = zip(*(region.numbers for region in self.regions), strict=True)
-        columns = [[_tensor(source, args) for source in column] for column in sources]
+        columns = [[tensor_of(source, args) for source in column] for column in sources]
         inputs = [c[0] if all(x is c[0] for x in c) else torch.stack(c) for c in columns]
         results = layout.scalars(*inputs)
         for i, new in zip(layout.written_numbers, results[layout.scalar_count :], strict=True):
             copy_all(columns[i], list(new.expand(count).unbind()))
-        if not layout.scalar_count:
-            return [()] * count
-        ready = [r.to(self.device).expand(count).unbind() for r in results[: layout.scalar_count]]
-        return list(zip(*ready, strict=True))
+        return [r.to(self.device) for r in results[: layout.scalar_count]]
+
+    def _numbers(self, args: Sequence[Any]) -> list[tuple[Tensor, ...]]:
+        count = len(self.regions)
+        results = self._results(args)
+        return list(zip(*(r.expand(count).unbind() for r in results), strict=True)) if results else [()] * count
 
     def _run_region(
         self, region: Region, static: _Static, numbers: tuple[Tensor, ...], args: Sequence[Any]
@@ -140,14 +158,10 @@ class UpdateClass:
             if view is not None:
                 views.append(view)
             elif fmt is not None:
-                stored = [args[j] for j in source] if isinstance(source, tuple) else _tensor(source, args).stored  # type: ignore[attr-defined]
-                views.append(_quantized_views(stored, fmt, self.parts))
+                views.append(quantized_views(stored_of(source, args), fmt, self.parts))
             else:
-                tensor = _tensor(source, args)
-                if isinstance(tensor, QuantizedState):  # which another graph writes
-                    tensor = tensor.dequantize()
-                own = like(tensor, region.model)
-                views.append(_dense_views(own, self.layout.block_size, self.parts))
+                tensor, own = dense_of(source, args, region.model)
+                views.append(dense_views(own, self.layout.block_size, self.parts))
                 if own is not tensor and self.layout.written[i]:
                     copies.append((tensor, own))
         self._run_blocks(views, numbers)
@@ -157,7 +171,7 @@ class UpdateClass:
             tensor.copy_(own)
         return [views[i].numbers[1] for i in self._counted]
 
-    def _run_blocks(self, views: list[_Views], numbers: tuple[Tensor, ...]) -> None:
+    def _run_blocks(self, views: list[Views], numbers: tuple[Tensor, ...]) -> None:
         if self.quantized is None:
             return
         rows = views[0].blocks[0].shape[0]
@@ -175,23 +189,8 @@ class UpdateClass:
                     old[chunk].copy_(new)
 
 
-@dataclass(frozen=True, slots=True)
-class _Views:
-    """How a kernel sees an operand: parts of its codes or values and its scales, [rows, width] each, 0-d numbers, and the
-    flat rest that fills no block."""
-
-    blocks: tuple[Tensor, ...]
-    scales: tuple[Tensor, ...]
-    numbers: tuple[Tensor, ...]
-    tail: Tensor
-
-    def rows(self, chunk: slice) -> tuple[Tensor, ...]:
-        whole = (*self.blocks, *self.scales)
-        return whole if chunk.start is None else tuple(t[chunk] for t in whole)
-
-
 # Per operand; None where the tensor is an argument.
-_Static = list["_Views | None"]
+_Static = list["Views | None"]
 
 
 def _static_views(region: Region, layout: Layout, parts: int) -> _Static:
@@ -199,38 +198,18 @@ def _static_views(region: Region, layout: Layout, parts: int) -> _Static:
     for source, fmt in zip(region.operands, layout.storage, strict=True):
         if fmt is not None and isinstance(source, QuantizedState):
             assert source.format == fmt, (source.format, fmt)
-            static.append(_quantized_views(source.stored, fmt, parts))
+            static.append(quantized_views(source.stored, fmt, parts))
         elif (
             isinstance(source, Tensor)
             and not isinstance(source, QuantizedState)
             and like(source, region.model) is source
         ):
-            static.append(_dense_views(source, layout.block_size, parts))
+            static.append(dense_views(source, layout.block_size, parts))
         else:
             static.append(None)
     return static
 
 
-def _quantized_views(stored: Sequence[Tensor], fmt: Format, parts: int) -> _Views:
-    codes, scale, tail, *counter = stored
-    numbers = tuple(counter[0].unbind()) if counter else ()
-    planes = in_parts(codes, parts * fmt.bits // 8)
-    return _Views(tuple(planes), tuple(in_parts(scale, fmt.scale_count)), numbers, tail)
-
-
-def _dense_views(tensor: Tensor, block_size: int, parts: int) -> _Views:
-    elements = flat(tensor.detach())
-    if block_size == 1:
-        return _Views((), (), (), elements)
-    blocked = elements.numel() - elements.numel() % block_size
-    return _Views(tuple(in_parts(elements[:blocked].view(-1, block_size), parts)), (), (), elements[blocked:])
-
-
 @functools.lru_cache(maxsize=1024)
 def _first_row(start: int, device: torch.device) -> Tensor:
     return torch.tensor(start, dtype=torch.int32, device=device)
-
-
-def _tensor(source: Any, args: Sequence[Any]) -> Tensor:
-    value = args[source] if isinstance(source, int) else source
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

@@ -1,0 +1,151 @@
+"""Update all regions of a class with one call per kernel, which finds their tensors through a table of addresses.
+
+The table has a row per region: the address of each tensor the kernel reads or writes, how many rows of the kernel (blocks, or
+elements of a tail) the region has, and how many units of work it and the regions before it are. What keeps its place in memory is
+entered once; of what arrives with each step, gradients above all, only the address of the tensor is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from qcompile.runtime.views import Views, dense_of, quantized_views, stored_of
+
+if TYPE_CHECKING:
+    from qcompile.runtime.launch import Kernel, Layout, Region
+
+Addresses = npt.NDArray[np.int64]
+Static = Sequence[Sequence["Views | None"]]
+
+
+class Tables:
+    """The tables of a class: one for the kernel of blocks, one for that of tails; and what is entered in each step."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        regions: Sequence[Region],
+        static: Static,
+        quantized: Kernel | None,
+        dense: Kernel | None,
+    ) -> None:
+        self._layout, self._regions, self._static = layout, regions, static
+        self._parts = 1 if quantized is None else quantized.parts
+        size, widths = layout.block_size, [self._width(i) for i in range(len(layout.storage))]
+        numels = np.array([region.model.numel() for region in regions], np.int64)
+        blocks = numels // size if quantized is not None else np.zeros_like(numels)
+        self._blocked = blocks * size
+        count = layout.scalar_count
+        is_random = any(fmt is not None and fmt.random for fmt in layout.storage)
+        self._zero = torch.zeros((), dtype=torch.int32)  # the number of the first row
+        self._blocks = None if quantized is None else _Table(quantized, blocks, widths, count, [self._zero] * is_random)
+        self._tails = None if dense is None else _Table(dense, numels - self._blocked, [1] * len(widths), count, [])
+        for r, views in enumerate(static):
+            for i, view in enumerate(views):
+                if view is not None:
+                    self._enter(r, i, view)
+        self._arriving = [[r for r, views in enumerate(static) if views[i] is None] for i in range(len(layout.storage))]
+        self._counted = [
+            i for i, fmt in enumerate(layout.storage) if fmt is not None and fmt.random and layout.written[i]
+        ]
+
+    def run(self, results: Sequence[Tensor], args: Sequence[Any]) -> list[Tensor]:
+        """Update every region with `results` for the 0-d inputs; gives what counts the stores, to be advanced."""
+        kept: list[Any] = [results]
+        copies: list[tuple[Tensor, Tensor]] = []
+        arrived: dict[tuple[int, int], Views] = {}
+        for i, fmt in enumerate(self._layout.storage):
+            if fmt is None:
+                kept.append(list(self._enter_dense(i, args, copies)))
+                continue
+            for r in self._arriving[i]:
+                view = quantized_views(stored_of(self._regions[r].operands[i], args), fmt, self._parts)
+                arrived[r, i] = view
+                self._enter(r, i, view)
+        for table in self._used():
+            table.enter_numbers(results)
+            table.call()
+        for tensor, own in copies:
+            tensor.copy_(own)
+        views = (
+            view
+            for r, views in enumerate(self._static)
+            for view in [[v or arrived.get((r, i)) for i, v in enumerate(views)]]
+        )
+        return [own[i].numbers[1] for own in views for i in self._counted]
+
+    def _used(self) -> Iterator[_Table]:
+        yield from (table for table in (self._blocks, self._tails) if table is not None and len(table.regions))
+
+    def _width(self, i: int) -> int:
+        """How many inputs of the kernel of blocks an operand is."""
+        fmt = self._layout.storage[i]
+        return self._parts if fmt is None else self._parts * fmt.bits // 8 + fmt.scale_count + 2 * fmt.random
+
+    def _enter(self, r: int, i: int, view: Views) -> None:
+        if self._blocks is not None:
+            self._blocks.enter(i, r, [t.data_ptr() for t in (*view.blocks, *view.scales, *view.numbers)])
+        if self._tails is not None:
+            self._tails.enter(i, r, [view.tail.data_ptr()])
+
+    def _enter_dense(self, i: int, args: Sequence[Any], copies: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """Enter an operand of every region that arrives with the step; gives the tensors, which have to stay for its time."""
+        which = self._arriving[i]
+        if not which:
+            return
+        bases = np.empty(len(which), np.int64)
+        for at, r in enumerate(which):
+            region = self._regions[r]
+            tensor, own = dense_of(region.operands[i], args, region.model)
+            if own is not tensor and self._layout.written[i]:
+                copies.append((tensor, own))
+            bases[at] = own.data_ptr()
+            yield own
+        size = own.element_size()
+        part = self._layout.block_size // self._parts * size
+        if self._blocks is not None:
+            self._blocks.enter(i, which, bases[:, None] + part * np.arange(self._parts))
+        if self._tails is not None:
+            self._tails.enter(i, which, (bases + size * self._blocked[which])[:, None])
+
+
+class _Table:
+    """The table of one kernel. `widths`: how many inputs each operand is; then come `numbers` 0-d inputs, then `last`."""
+
+    def __init__(
+        self, kernel: Kernel, rows: Addresses, widths: Sequence[int], numbers: int, last: Sequence[Tensor]
+    ) -> None:
+        assert kernel.call_table is not None
+        self._call: Callable[[Tensor, int], Any] = kernel.call_table
+        self.regions = np.flatnonzero(rows)
+        self._starts = np.cumsum([0, *widths])
+        self._numbers = slice(int(self._starts[-1]), int(self._starts[-1]) + numbers)
+        self._inputs = np.zeros((len(rows), self._numbers.stop + len(last)), np.int64)
+        self._inputs[:, self._numbers.stop :] = [t.data_ptr() for t in last]
+        self._columns = list(kernel.columns)
+        own = rows[self.regions]
+        ends = np.cumsum((own + kernel.unit - 1) // kernel.unit)
+        self._table = torch.zeros(len(own), len(self._columns) + 2, dtype=torch.int64)
+        self._filled = self._table.numpy()
+        self._filled[:, -2], self._filled[:, -1] = own, ends
+
+    def enter(self, operand: int, regions: Any, addresses: Any) -> None:
+        """Addresses of an operand of one region, or of several."""
+        self._inputs[regions, self._starts[operand] : self._starts[operand + 1]] = addresses
+
+    def enter_numbers(self, results: Sequence[Tensor]) -> None:
+        """0-d inputs: of all regions one, or one each."""
+        for column, result in zip(range(self._numbers.start, self._numbers.stop), results, strict=True):
+            step = result.element_size() * result.stride(0) if result.dim() else 0
+            self._inputs[:, column] = result.data_ptr() + step * np.arange(len(self._inputs))
+
+    def call(self) -> None:
+        """Run the kernel on the tensors that were entered."""
+        self._filled[:, :-2] = self._inputs[self.regions][:, self._columns]
+        self._call(self._table, len(self.regions))
