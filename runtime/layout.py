@@ -47,7 +47,7 @@ def same_order(a: Tensor, b: Tensor) -> bool:
 
 def like(tensor: Tensor, model: Tensor) -> Tensor:
     """`tensor` if it lies in storage as `model` does, else a copy that does. `model` must be flat."""
-    if is_flat(tensor) and same_order(tensor, model):
+    if tensor.stride() == model.stride() or (is_flat(tensor) and same_order(tensor, model)):
         return tensor
     copy = torch.empty_strided(model.shape, model.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
