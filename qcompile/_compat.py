@@ -34,6 +34,7 @@ NEEDED = (
     ("torch._dynamo.source", "AttrSource DictGetItemSource GetItemSource"),
     ("torch._dynamo.variables", "BuiltinVariable ConstDictVariable ListVariable SymNodeVariable"),
     ("torch._dynamo.variables", "TorchInGraphFunctionVariable._get_handlers"),
+    ("torch._dynamo.utils", "compilation_time_metrics dynamo_timed"),
     ("torch._dynamo.side_effects", "SideEffects.is_modified"),
     ("torch._inductor", "list_mode_options"),
     ("torch._inductor.choices", "InductorChoices.should_use_persistent_reduction"),
@@ -42,6 +43,7 @@ NEEDED = (
     ("torch._inductor.decomposition", "select_decomp_table"),
     ("torch._inductor.ir", "StorageBox.has_exceeded_max_reads StorageBox.should_realize_on_reuse"),
     ("torch._inductor.loop_body", "LoopBody.get_read_expr"),
+    ("torch._inductor.utils", "fresh_cache"),
     ("torch._inductor.virtualized", "V.set_fake_mode V.set_choices_handler"),
     ("torch._guards", "TracingContext tracing"),
     ("torch._subclasses", "FakeTensorMode"),
@@ -208,11 +210,14 @@ def as_plain_inputs(tensors: Iterable[Tensor]) -> Iterator[None]:
             setattr(tensor, mark, value)
 
 
-def dynamo_settings(**settings: Any) -> contextlib.AbstractContextManager[None]:
-    """`torch._dynamo.config` with other values."""
+def dynamo_settings(
+    at_least: Mapping[str, int] | None = None, **settings: Any
+) -> contextlib.AbstractContextManager[None]:
+    """`torch._dynamo.config` with other values; those of `at_least` count where they are larger than what is set."""
     import torch._dynamo.config as dynamo_config
 
-    return cast("contextlib.AbstractContextManager[None]", dynamo_config.patch(**settings))
+    limits = {name: max(value, getattr(dynamo_config, name)) for name, value in (at_least or {}).items()}
+    return cast("contextlib.AbstractContextManager[None]", dynamo_config.patch(**settings, **limits))
 
 
 def always_trace(function: Any) -> None:

@@ -43,12 +43,13 @@ activity = Activity()
 _running: list[tuple[weakref.ref[Optimizer], Activity, AbstractContextManager[None]]] = []
 # While a step runs: step counters that are tensors are read by `item()`, which would cut the step in two; a function that
 # is called for each parameter is compiled for each shape, and there are more than 8.
-SETTINGS = {"capture_scalar_outputs": True, "recompile_limit": 24, "accumulated_recompile_limit": 1024}
+SETTINGS = {"capture_scalar_outputs": True}
+LIMITS = {"recompile_limit": 24, "accumulated_recompile_limit": 1024}
 
 
 def begin_step(optimizer: Optimizer) -> None:
     """Called in front of every step that Dynamo runs for our backend."""
-    settings = _compat.dynamo_settings(**SETTINGS)
+    settings = _compat.dynamo_settings(LIMITS, **SETTINGS)
     settings.__enter__()
     _running.append((weakref.ref(optimizer), dataclasses.replace(activity), settings))
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from qcompile import hooks
 from qcompile._compat import compiling_errors, dynamo_settings
-from qcompile.dense_step import SETTINGS
+from qcompile.dense_step import LIMITS, SETTINGS
 from qcompile.exc import NotOneGraphError, QCompileError, cause_of, reason_of
 from qcompile.explain import Report, explain
 from qcompile.first_step import makes_state_in_step
@@ -132,7 +132,7 @@ class _Step:
         before = self.watch.graphs
         try:
             self.watch.whole = True
-            with as_plain_objects(self.optimizers), dynamo_settings(trace_autograd_ops=True, **SETTINGS):
+            with as_plain_objects(self.optimizers), dynamo_settings(LIMITS, trace_autograd_ops=True, **SETTINGS):
                 result = self.one(*args, **kwargs)
         except compiling_errors() as error:
             for optimizer, param in created:
