@@ -166,6 +166,11 @@ def compile_updates(
 _KERNELS: dict[tuple[Any, ...], Kernel] = {}
 
 
+def forget_kernels() -> None:
+    """Compile every kernel again when it is next needed, for measurements; those that are in use stay."""
+    _KERNELS.clear()
+
+
 def _states(inputs: Inputs) -> Iterator[tuple[Tensor, list[str]]]:
     """Every parameter of the optimizers in the graph, with the keys of its state."""
     for optimizer in {id(o): o for slot in inputs.state.values() if (o := slot.optimizer()) is not None}.values():

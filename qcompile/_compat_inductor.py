@@ -24,17 +24,44 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return dict(list_mode_options(mode)) if mode else {}
 
 
+# Where torch and we write down how long a part of a compilation took: Dynamo with everything below it, a backend, Inductor
+# as far as our backend calls it, and waiting for compilers of generated code, which run in other processes.
+_IN_OURS = "qcompile.inductor"
+TIMERS = {
+    "total": "_compile.compile_inner",
+    "backend": "OutputGraph.call_user_compiler",
+    "inductor": _IN_OURS,
+    "codegen": "async_compile.wait",
+}
+
+
+def compile_seconds() -> dict[str, float]:
+    """Seconds that this process has spent compiling since Dynamo was reset, by the keys of `TIMERS`; each holds the next."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return {name: sum(compilation_time_metrics.get(key, ())) for name, key in TIMERS.items()}
+
+
+def fresh_cache() -> contextlib.AbstractContextManager[None]:
+    """Inductor with an empty cache, which is deleted at the end."""
+    from torch._inductor.utils import fresh_cache
+
+    return cast("contextlib.AbstractContextManager[None]", fresh_cache())
+
+
 def stock_inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
     """What `backend="inductor"` does.
 
     Numbers that `item` reads are in our graphs (see `dense_step.SETTINGS`), and not in those of `backend="inductor"`. Where
     AOTAutograd has to know such a number (`x.sub_(y, alpha=number)`) the graph runs as it is.
     """
+    from torch._dynamo.utils import dynamo_timed
     from torch._inductor.compile_fx import compile_fx
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     try:
-        return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(settings) or None))
+        with dynamo_timed(_IN_OURS):
+            return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(settings) or None))
     except GuardOnDataDependentSymNode as error:
         log.info("a graph runs uncompiled: %s", str(error).partition("\n")[0])
         return gm.forward
@@ -167,12 +194,14 @@ def lower_with_inductor(
     The callable takes a list, which it empties, and returns the graph's outputs.
     """
     import torch._inductor.config as inductor_config
+    from torch._dynamo.utils import dynamo_timed
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
     allowed = {k: v for k, v in settings.items() if not k.startswith("triton.cudagraph")}
     with (
+        dynamo_timed(_IN_OURS),
         inductor_config.patch({"max_fusion_size": 1024, **allowed}),
         tracing(TracingContext(mode)),
         V.set_fake_mode(mode),

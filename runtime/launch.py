@@ -34,6 +34,16 @@ from qcompile.runtime.views import Source, Views, dense_of, dense_views, quantiz
 CPU_LAUNCH, LAUNCH = 1 << 18, 1 << 30
 
 
+@dataclass(slots=True)
+class Launches:
+    """How many update kernels this process has launched."""
+
+    count: int = 0
+
+
+launches = Launches()
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A compiled update.
@@ -166,6 +176,7 @@ class UpdateClass:
                     copies.append((tensor, own))
         self._run_blocks(views, numbers)
         if self.dense is not None and views[0].tail.numel():
+            launches.count += 1
             self.dense.call([*(view.tail for view in views), *numbers])
         for tensor, own in copies:
             tensor.copy_(own)
@@ -180,6 +191,7 @@ class UpdateClass:
             chunk = slice(None) if rows <= step else slice(start, start + step)
             inputs = [t for view in views for t in (*view.rows(chunk), *view.numbers)]
             first = [_first_row(start, self.device)] if self._random else []
+            launches.count += 1
             reduced = list(self.quantized.call([*inputs, *numbers, *first]))
             for i in self.quantized.returned_scales:
                 fmt = self.layout.storage[i]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qcompile
-from qcompile import _compat
+from qcompile import _compat, _compat_inductor
 from qcompile.exc import UnsupportedTorchError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -63,6 +63,22 @@ def test_the_tracing_backend_is_known_only_while_tracing(params) -> None:
 
     torch.compile(function, backend="qstate", options={"block_size": 64})(torch.ones(2))
     assert seen == [(qcompile.qstate, {"options": {"block_size": 64}})]
+
+
+def test_limits_that_are_set_higher_stay() -> None:
+    import torch._dynamo.config as dynamo_config
+
+    with dynamo_config.patch(recompile_limit=100), _compat.dynamo_settings({"recompile_limit": 24}):
+        assert dynamo_config.recompile_limit == 100
+    with dynamo_config.patch(recompile_limit=8), _compat.dynamo_settings({"recompile_limit": 24}):
+        assert dynamo_config.recompile_limit == 24
+
+
+def test_timers_are_those_of_torch() -> None:
+    before = _compat_inductor.compile_seconds()
+    torch.compile(lambda x: x + 1)(torch.ones(3))
+    after = _compat_inductor.compile_seconds()
+    assert {name for name in after if after[name] > before[name]} >= {"total", "backend"}
 
 
 def test_private_names_live_in_compat_only() -> None:
