@@ -1,10 +1,11 @@
-"""`python -m qcompile`: commands that look at the package, not at a training run."""
+"""`python -m qcompile`: commands that look at the package and what it generates, not at a training run."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
+from qcompile import bench_command
 from qcompile.explain import note_of
 from qcompile.recipes import RECIPES, Recipe
 
@@ -14,8 +15,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m qcompile", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("recipes", help="formats and bytes per parameter of every recipe")
-    parser.parse_args(arguments)
-    print(recipe_table())
+    bench = commands.add_parser("bench", help="time an optimizer step of every recipe, of torch and of other packages")
+    bench_command.add_arguments(bench)
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "bench":
+        bench_command.run(chosen, bench)
+    else:
+        print(recipe_table())
 
 
 def recipe_table() -> str:
