@@ -171,12 +171,12 @@ def _cpp_compiled_when_called() -> Iterator[None]:
 
 def compile_cpp(source: str) -> Callable[[Tensor, int], Any]:
     """Compile `kernel(const int64_t*, const int64_t)` as Inductor compiles its own C++, and with its cache."""
+    from torch._dynamo.utils import dynamo_timed
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    return cast(
-        "Callable[[Tensor, int], Any]",
-        CppPythonBindingsCodeCache.load_pybinding(["const int64_t*", "const int64_t"], source),
-    )
+    with dynamo_timed(_IN_OURS), dynamo_timed(TIMERS["codegen"]):
+        function = CppPythonBindingsCodeCache.load_pybinding(["const int64_t*", "const int64_t"], source)
+    return cast("Callable[[Tensor, int], Any]", function)
 
 
 def code_language(device: torch.device) -> str:

@@ -134,6 +134,7 @@ class UpdateClass:
         """Update every region. `args` are the arguments of the compiled graph."""
         if self._tables is not None:
             stores = self._tables.run(self._results(args), args)
+            launches.count += self._tables.launches
         else:
             stores = []
             for region, static, numbers in zip(self.regions, self.static, self._numbers(args), strict=True):

@@ -46,6 +46,8 @@ class Tables:
         self._zero = torch.zeros((), dtype=torch.int32)  # the number of the first row
         self._blocks = None if quantized is None else _Table(quantized, blocks, widths, count, [self._zero] * is_random)
         self._tails = None if dense is None else _Table(dense, numels - self._blocked, [1] * len(widths), count, [])
+        both = (self._blocks, self._tails)
+        self._used = [table for table in both if table is not None and len(table.regions)]
         for r, views in enumerate(static):
             for i, view in enumerate(views):
                 if view is not None:
@@ -68,7 +70,7 @@ class Tables:
                 view = quantized_views(stored_of(self._regions[r].operands[i], args), fmt, self._parts)
                 arrived[r, i] = view
                 self._enter(r, i, view)
-        for table in self._used():
+        for table in self._used:
             table.enter_numbers(results)
             table.call()
         for tensor, own in copies:
@@ -80,8 +82,10 @@ class Tables:
         )
         return [own[i].numbers[1] for own in views for i in self._counted]
 
-    def _used(self) -> Iterator[_Table]:
-        yield from (table for table in (self._blocks, self._tails) if table is not None and len(table.regions))
+    @property
+    def launches(self) -> int:
+        """How many kernels a step launches."""
+        return len(self._used)
 
     def _width(self, i: int) -> int:
         """How many inputs of the kernel of blocks an operand is."""
