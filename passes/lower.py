@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from qcompile._compat_inductor import code_language, compile_cpp, lower_with_inductor
+from qcompile._compat_inductor import code_language, compile_cpp, compile_triton, lower_with_inductor
 from qcompile.exc import GraphSpecError
 from qcompile.passes.quantize_update import QuantizedUpdate
 from qcompile.passes.rewrite_cpp import rewrite_cpp
+from qcompile.passes.rewrite_triton import rewrite_triton, warps_of
 from qcompile.runtime.launch import LAUNCH, Kernel
 
 NAME = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
@@ -30,15 +31,19 @@ def lower(update: QuantizedUpdate, device: torch.device, settings: Mapping[str, 
         raise GraphSpecError("lower", f"the kernel holds only where {guards}")
     names, language = NAME.findall(source), code_language(device)
     kernel = Kernel(call, ", ".join(names) or "none", language, source, update.parts, update.returned_scales)
-    function = rewrite_cpp(source, update.scales) if language == "C++" else None
+    in_cpp = language == "C++"
+    function = rewrite_cpp(source, update.scales) if in_cpp else rewrite_triton(source, update.block_size)
     if function is None:
         return kernel
     return dataclasses.replace(
         kernel,
         source=function.source,
-        call_table=compile_cpp(function.source),
+        call_table=compile_cpp(function.source)
+        if in_cpp
+        else compile_triton(function.source, function.unit, warps_of(function.unit, update.block_size)),
         columns=function.columns,
         unit=function.unit,
+        wide=function.wide,
     )
 
 

@@ -57,7 +57,7 @@ Returned = Sequence[tuple[Format, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class ClassFunction:
-    """A function `kernel(table, count)` over int64 tables.
+    """A function over int64 tables.
 
     Attributes:
         source: the C++ text.
@@ -65,11 +65,13 @@ class ClassFunction:
             number of rows (blocks, or elements where nothing is quantized) of the region, and the sum of the units of it and
             the regions before it.
         unit: rows per unit of work.
+        wide: the columns whose addresses should be multiples of 16, for accesses of that size.
     """
 
     source: str
     columns: tuple[int, ...]
     unit: int
+    wide: tuple[int, ...] = ()
 
 
 class _NotKnown(Exception):  # noqa: N818

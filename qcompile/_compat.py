@@ -38,7 +38,7 @@ NEEDED = (
     ("torch._dynamo.side_effects", "SideEffects.is_modified"),
     ("torch._inductor", "list_mode_options"),
     ("torch._inductor.async_compile", "AsyncCompile.cpp_pybinding"),
-    ("torch._inductor.codecache", "CppPythonBindingsCodeCache.load_pybinding"),
+    ("torch._inductor.codecache", "CppPythonBindingsCodeCache.load_pybinding PyCodeCache.load"),
     ("torch._inductor.choices", "InductorChoices.should_use_persistent_reduction"),
     ("torch._inductor.compile_fx", "compile_fx compile_fx_inner"),
     ("torch._inductor.config", "max_fusion_size"),

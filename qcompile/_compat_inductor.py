@@ -179,6 +179,18 @@ def compile_cpp(source: str) -> Callable[[Tensor, int], Any]:
     return cast("Callable[[Tensor, int], Any]", function)
 
 
+def compile_triton(source: str, unit: int, warps: int) -> Callable[[Tensor, Tensor, int], Any]:
+    """Load a module with a Triton `kernel` over a table: one program of `warps` warps per `unit` rows of a region."""
+    from torch._inductor.codecache import PyCodeCache
+
+    kernel = PyCodeCache.load(source).kernel
+
+    def launch(table: Tensor, programs: Tensor, align: int) -> None:
+        kernel[(len(programs),)](table, programs, ALIGN=align, XBLOCK=unit, num_warps=warps)
+
+    return launch
+
+
 def code_language(device: torch.device) -> str:
     """What Inductor generates for a device now: "C++" or "Triton"."""
     import torch._inductor.config as inductor_config

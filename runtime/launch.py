@@ -55,10 +55,10 @@ class Kernel:
         source: the generated module.
         parts: into how many ranges of columns it takes a block.
         returned_scales: operands whose blocks' reductions are returned, to become scales outside.
-        call_table: updates all regions of a class, given a table of addresses and their number; None where there is no such
-            function.
+        call_table: updates all regions of a class (see `runtime.table`); None where there is no such function.
         columns: which inputs the table's rows are the addresses of.
-        unit: rows per unit of work.
+        unit: rows per unit of work; of Triton, per program.
+        wide: columns whose addresses should be multiples of 16.
     """
 
     call: Callable[[list[Any]], Any]
@@ -67,9 +67,10 @@ class Kernel:
     source: str = field(repr=False)
     parts: int
     returned_scales: tuple[int, ...]
-    call_table: Callable[[Tensor, int], Any] | None = None
+    call_table: Callable[..., Any] | None = None
     columns: tuple[int, ...] = ()
     unit: int = 1
+    wide: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +125,10 @@ class UpdateClass:
         self._written_dense = [i for i in written if layout.storage[i] is None]
         self._random, self._counted = bool(random), [i for i in written if i in random]
         kernels = [kernel for kernel in (quantized, dense) if kernel is not None]
-        self._tables = (
-            Tables(layout, self.regions, self.static, quantized, dense)
-            if all(kernel.call_table is not None for kernel in kernels)
-            else None
-        )
+        by_table = all(kernel.call_table is not None for kernel in kernels)
+        if device.type != "cpu":  # with 32-bit indices
+            by_table &= all(region.model.numel() <= LAUNCH for region in self.regions)
+        self._tables = Tables(layout, self.regions, self.static, quantized, dense, device) if by_table else None
 
     def run(self, args: Sequence[Any]) -> None:
         """Update every region. `args` are the arguments of the compiled graph."""

@@ -34,6 +34,7 @@ class Tables:
         static: Static,
         quantized: Kernel | None,
         dense: Kernel | None,
+        device: torch.device,
     ) -> None:
         self._layout, self._regions, self._static = layout, regions, static
         self._parts = 1 if quantized is None else quantized.parts
@@ -43,9 +44,13 @@ class Tables:
         self._blocked = blocks * size
         count = layout.scalar_count
         is_random = any(fmt is not None and fmt.random for fmt in layout.storage)
-        self._zero = torch.zeros((), dtype=torch.int32)  # the number of the first row
-        self._blocks = None if quantized is None else _Table(quantized, blocks, widths, count, [self._zero] * is_random)
-        self._tails = None if dense is None else _Table(dense, numels - self._blocked, [1] * len(widths), count, [])
+        self._zero = torch.zeros((), dtype=torch.int32, device=device)  # the number of the first row
+        self._blocks = (
+            None if quantized is None else _Table(quantized, blocks, widths, count, [self._zero] * is_random, device)
+        )
+        self._tails = (
+            None if dense is None else _Table(dense, numels - self._blocked, [1] * len(widths), count, [], device)
+        )
         both = (self._blocks, self._tails)
         self._used = [table for table in both if table is not None and len(table.regions)]
         for r, views in enumerate(static):
@@ -120,24 +125,40 @@ class Tables:
 
 
 class _Table:
-    """The table of one kernel. `widths`: how many inputs each operand is; then come `numbers` 0-d inputs, then `last`."""
+    """The table of one kernel. `widths`: how many inputs each operand is; then come `numbers` 0-d inputs, then `last`.
+
+    A C++ kernel takes the table and how many regions it has. A Triton kernel takes the table, for each of its programs which
+    region that works on, and of what all wide addresses are multiples.
+    """
 
     def __init__(
-        self, kernel: Kernel, rows: Addresses, widths: Sequence[int], numbers: int, last: Sequence[Tensor]
+        self,
+        kernel: Kernel,
+        rows: Addresses,
+        widths: Sequence[int],
+        numbers: int,
+        last: Sequence[Tensor],
+        device: torch.device,
     ) -> None:
         assert kernel.call_table is not None
-        self._call: Callable[[Tensor, int], Any] = kernel.call_table
+        self._call: Callable[..., Any] = kernel.call_table
         self.regions = np.flatnonzero(rows)
         self._starts = np.cumsum([0, *widths])
         self._numbers = slice(int(self._starts[-1]), int(self._starts[-1]) + numbers)
         self._inputs = np.zeros((len(rows), self._numbers.stop + len(last)), np.int64)
         self._inputs[:, self._numbers.stop :] = [t.data_ptr() for t in last]
-        self._columns = list(kernel.columns)
+        self._columns, self._wide = list(kernel.columns), list(kernel.wide)
         own = rows[self.regions]
-        ends = np.cumsum((own + kernel.unit - 1) // kernel.unit)
+        units = (own + kernel.unit - 1) // kernel.unit
         self._table = torch.zeros(len(own), len(self._columns) + 2, dtype=torch.int64)
+        self._on_device = self._table.to(device)
+        self._sent = self._table
         self._filled = self._table.numpy()
-        self._filled[:, -2], self._filled[:, -1] = own, ends
+        self._filled[:, -2], self._filled[:, -1] = own, np.cumsum(units)
+        self._programs: Tensor | None = None
+        if kernel.language == "Triton":
+            programs = np.repeat(np.arange(len(own), dtype=np.int32), units)
+            self._programs = torch.from_numpy(programs).to(device)
 
     def enter(self, operand: int, regions: Any, addresses: Any) -> None:
         """Addresses of an operand of one region, or of several."""
@@ -151,5 +172,15 @@ class _Table:
 
     def call(self) -> None:
         """Run the kernel on the tensors that were entered."""
-        self._filled[:, :-2] = self._inputs[self.regions][:, self._columns]
-        self._call(self._table, len(self.regions))
+        addresses = self._inputs[self.regions][:, self._columns]
+        is_new = not np.array_equal(addresses, self._filled[:, :-2])
+        if is_new:
+            self._filled[:, :-2] = addresses
+        if self._programs is None:
+            self._call(self._table, len(self.regions))
+            return
+        if is_new and self._on_device is not self._table:  # else nothing is copied, also while a CUDA graph is recorded
+            self._sent = self._table.pin_memory()  # another each time: the copy may be under way for long
+            self._on_device.copy_(self._sent, non_blocking=True)
+        align = 1 if (addresses[:, self._wide] % 16).any() else 16
+        self._call(self._on_device, self._programs, align)

@@ -189,11 +189,11 @@ def test_triton_is_one_kernel_that_touches_everything_once(triton_on_cpu: None, 
     storage = storage_of(recipe)
     update = built(storage, in_place=True)
     kernel = lower(update, CPU, {})
-    assert kernel.source.count("async_compile.triton(") == 1
-    assert "persistent_reduction" in kernel.source
+    assert kernel.call_table is not None, "Inductor's code has a form that rewrite_triton does not know"
+    assert kernel.source.count("@triton.jit") == 1
     assert "for r0_offset" not in kernel.source
-    loads = re.findall(r"tl\.load\((\w+)", kernel.source)
-    stores = re.findall(r"tl\.store\((\w+)", kernel.source)
+    body = kernel.source[kernel.source.index("xoffset =") :]  # behind what is loaded from the table
+    loads, stores = (re.findall(rf"tl\.{name}\((\w+)", body) for name in ("load", "store"))
     assert sorted(loads) == sorted(set(loads)), "each input is loaded once"
     assert len(stores) == len(set(stores))
     written = len(written_inputs(PROGRAM, storage, update))
