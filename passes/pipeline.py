@@ -26,7 +26,7 @@ Nothing of the user's is changed here: conversion of state is `qcompile.backend`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,10 @@ class PlannedRegion:
         return self.region.key, self.storage
 
 
+# A region of the class, its storage, the device, and Inductor's configuration.
+MakeKernel = Callable[[PlannedRegion, Storage, torch.device, Mapping[str, Any]], Kernel]
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledClass:
     """An update class: its regions, what they share, and its kernels."""
@@ -128,9 +132,17 @@ def updates_state(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
 
 
 def compile_updates(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, settings: Mapping[str, Any]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    settings: Mapping[str, Any],
+    make_kernel: MakeKernel | None = None,
 ) -> CompiledGraph:
-    """Run all passes; `example_inputs` are the real values of the placeholders."""
+    """Run all passes; `example_inputs` are the real values of the placeholders.
+
+    `make_kernel` stands in for quantization, verification and Inductor.
+    """
+    make_kernel = make_kernel or _kernel
     gm = copy_of(gm)
     flatten_foreach(gm)
     thread_writes(gm)
@@ -158,7 +170,7 @@ def compile_updates(
     by_key: dict[tuple[str, Storage], list[PlannedRegion]] = {}
     for item in planned:
         by_key.setdefault(item.key, []).append(item)
-    classes = tuple(_compile_class(tuple(group), inputs, settings) for group in by_key.values())
+    classes = tuple(_compile_class(tuple(group), inputs, settings, make_kernel) for group in by_key.values())
     return CompiledGraph(gm, inputs, classes, refused, in_place, deferred)
 
 
@@ -211,7 +223,9 @@ def _for_now(node: fx.Node, plan: StatePlan, inputs: Inputs) -> StatePlan:
     return dataclasses.replace(plan, format=stored, reason=None if stored else DEFERRED, by_choice=True, partner=None)
 
 
-def _compile_class(group: tuple[PlannedRegion, ...], inputs: Inputs, settings: Mapping[str, Any]) -> CompiledClass:
+def _compile_class(
+    group: tuple[PlannedRegion, ...], inputs: Inputs, settings: Mapping[str, Any], make_kernel: MakeKernel
+) -> CompiledClass:
     first = group[0]
     program, storage = first.program, first.storage
     device = first.device
@@ -221,7 +235,7 @@ def _compile_class(group: tuple[PlannedRegion, ...], inputs: Inputs, settings: M
         torch.float32 if fmt is not None and operand.dtype != torch.float32 else None
         for operand, fmt in zip(program.operands, storage, strict=True)
     )
-    quantized = None if block is None else _kernel(first, storage, device, settings)
+    quantized = None if block is None else make_kernel(first, storage, device, settings)
     needs_dense = block is None or any(size % block for size in sizes)
     layout = Layout(
         storage,
@@ -230,7 +244,7 @@ def _compile_class(group: tuple[PlannedRegion, ...], inputs: Inputs, settings: M
         len(program.scalar_dtypes),
         program.written_numbers,
     )
-    dense = _kernel(first, tail, device, settings) if needs_dense else None
+    dense = make_kernel(first, tail, device, settings) if needs_dense else None
     return CompiledClass(group, layout, quantized, dense)
 
 

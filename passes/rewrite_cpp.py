@@ -66,12 +66,14 @@ class ClassFunction:
             the regions before it.
         unit: rows per unit of work.
         wide: the columns whose addresses should be multiples of 16, for accesses of that size.
+        warps: of a Triton program, which works on one unit.
     """
 
     source: str
     columns: tuple[int, ...]
     unit: int
     wide: tuple[int, ...] = ()
+    warps: int = 1
 
 
 class _NotKnown(Exception):  # noqa: N818

@@ -19,6 +19,7 @@ KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.MU
 DEFINITION = re.compile(r"^def \w+\((.*)\):\n", re.MULTILINE)
 SIGNATURE = re.compile(r"'signature': (\{.*?\})")
 ROW = re.compile(r"^    xoffset = tl\.program_id\(0\) \* XBLOCK$", re.MULTILINE)
+FIXED = re.compile(r"^    XBLOCK: tl\.constexpr = \d+\n", re.MULTILINE)  # where the launch is fixed, as ours is
 TYPES = {
     "fp32": "tl.float32",
     "fp16": "tl.float16",
@@ -34,18 +35,18 @@ TYPES = {
     "i1": "tl.int1",
 }
 SIZES = ("xnumel", "r0_numel")
-# Elements that a program updates at least, and elements per thread: four fp32 are one access of 16 bytes.
-ELEMENTS, PER_THREAD = 1024, 4
+# Elements per thread: four fp32 are one access of 16 bytes. Of a block in parts, one or more of each.
+PER_THREAD, THREADS = 4, 128
 
 
-def rewrite_triton(source: str, block_size: int) -> ClassFunction | None:
+def rewrite_triton(source: str, block_size: int, parts: int) -> ClassFunction | None:
     """The kernel for a class, or None where Inductor's module is not of the form that is known."""
     found = KERNEL.findall(source)
-    order = re.search(r"^        (.*) = args$", source, re.MULTILINE)
+    order = re.search(r"^ +(.*) = args$", source, re.MULTILINE)
     if len(found) != 1 or order is None:
         return None
     name, text = found[0]
-    call = re.findall(rf"^        {name}\.run\((.*), stream=\w+\)$", source, re.MULTILINE)
+    call = re.findall(rf"^ +{name}\.run\((.*), stream=\w+\)$", source, re.MULTILINE)
     definition, signature = DEFINITION.search(text), SIGNATURE.search(text)
     if len(call) != 1 or definition is None or signature is None or len(ROW.findall(text)) != 1:
         return None
@@ -58,11 +59,17 @@ def rewrite_triton(source: str, block_size: int) -> ClassFunction | None:
         return None
     if not set(given[: len(pointers)]) <= set(inputs) or any(types[n].lstrip("*") not in TYPES for n in pointers):
         return None
-    body = text[definition.end() :]
+    body = FIXED.sub("", text[definition.end() :])
     width = len(pointers) + 2
     along = "r0_1" if "r0_1 = " in body else "x0"
     is_wide = [types[n].startswith("*") and bool(re.search(rf"\b{n} \+ \({along}", body)) for n in pointers]
     bound = [_bind(n, types[n], i, is_wide[i]) for i, n in enumerate(pointers)]
+    # what is only stored to is asked for when all else is done: an address takes two registers
+    late = [i for i, n in enumerate(pointers) if not re.search(rf"tl\.load\({n}\b|= {n}$", body, re.MULTILINE)]
+    if (first_store := body.find("    tl.store(")) > 0:
+        body = body[:first_store] + "".join(f"{bound[i]}\n" for i in late) + body[first_store:]
+        bound = [line for i, line in enumerate(bound) if i not in late]
+    body = ROW.sub("    xoffset = (tl.program_id(0) - begin) * XBLOCK", body)
     start = [
         "    # one row of addresses per region, then its number of rows, then the programs up to its end",
         f"    row = table + tl.load(regions + tl.program_id(0)).to(tl.int64) * {width}",
@@ -70,20 +77,16 @@ def rewrite_triton(source: str, block_size: int) -> ClassFunction | None:
         f"    xnumel = tl.load(row + {width - 2}).to(tl.int32)",
         f"    begin = tl.load(row + {width - 1}).to(tl.int32) - (xnumel + XBLOCK - 1) // XBLOCK",
     ]
-    body = ROW.sub("    xoffset = (tl.program_id(0) - begin) * XBLOCK", body)
     prefix = "\n".join(
         line for line in text[: text.index("@triton_heuristics")].splitlines() if "set_driver" not in line
     )
     module = f"{prefix}\n\n@triton.jit\ndef kernel(table, regions, ALIGN: tl.constexpr, XBLOCK: tl.constexpr):\n"
     columns = tuple(inputs.index(n) for n in given[: len(pointers)])
-    rows = max(1, ELEMENTS // block_size)
+    columns_of_part, each = block_size // parts, max(1, PER_THREAD // parts)
+    rows = max(1, THREADS * each // columns_of_part)
+    warps = max(1, rows * columns_of_part // (32 * each))
     wide = tuple(i for i, flag in enumerate(is_wide) if flag)
-    return ClassFunction(module + "\n".join(start) + "\n" + body, columns, rows, wide)
-
-
-def warps_of(unit: int, block_size: int) -> int:
-    """Warps of a program that updates `unit` rows."""
-    return max(1, min(32, unit * block_size // (32 * PER_THREAD)))
+    return ClassFunction(module + "\n".join(start) + "\n" + body, columns, rows, wide, warps)
 
 
 def _bind(name: str, kind: str, column: int, is_wide: bool) -> str:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
 
 from qcompile import bench_command
 from qcompile.explain import note_of
+from qcompile.kernels import ARCHITECTURES, KernelStats, Statistics, stats
 from qcompile.recipes import RECIPES, Recipe
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -17,11 +26,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands.add_parser("recipes", help="formats and bytes per parameter of every recipe")
     bench = commands.add_parser("bench", help="time an optimizer step of every recipe, of torch and of other packages")
     bench_command.add_arguments(bench)
-    chosen = parser.parse_args(arguments)
-    if chosen.command == "bench":
-        bench_command.run(chosen, bench)
+    kernels = commands.add_parser(
+        "kernels", help="registers, spills and accesses of generated Triton kernels, without a GPU"
+    )
+    kernels.add_argument("--arch", nargs="+", default=ARCHITECTURES, metavar="sm_90")
+    kernels.add_argument("--optimizer", default="AdamW", help="a class in torch.optim")
+    kernels.add_argument(
+        "--recipe", nargs="+", choices=RECIPES, default=[r.name for r in RECIPES.values() if r.quantized]
+    )
+    kernels.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients")
+    kernels.add_argument("--block-size", type=int, help="elements per scale; the recipe's own by default")
+    kernels.add_argument("--json", type=Path, metavar="FILE", help="write every number there, too")
+    given = parser.parse_args(arguments)
+    if given.command == "bench":
+        bench_command.run(given, bench)
     else:
-        print(recipe_table())
+        print(recipe_table() if given.command == "recipes" else kernel_table(given))
+
+
+def kernel_table(given: argparse.Namespace) -> str:
+    """What `qcompile.kernels.stats` finds, for one recipe after the other."""
+    rows: list[KernelStats] = []
+    for recipe in (progress := tqdm(given.recipe, leave=False)):
+        progress.set_description(recipe)
+        rows += stats(given.arch, given.optimizer, recipe, getattr(torch, given.dtype), given.block_size).rows
+    if given.json is not None:
+        given.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    return str(Statistics(tuple(rows)))
 
 
 def recipe_table() -> str:

@@ -133,39 +133,68 @@ def _decoded_where_used() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_pass_reductions() -> Iterator[None]:
-    """Keep a whole block in registers up to 4096 elements; Inductor loops, and reads everything twice, from 1024 on."""
+def _one_pass_reductions(parts: int) -> Iterator[None]:
+    """Keep a whole block in registers up to 4096 elements; Inductor loops, and reads everything twice, from 1024 on.
+
+    And launch so that a thread has four elements of the block, or one of each of its `parts`. Inductor gives one warp 1024 elements
+    of blocks from 256 to 1024, which takes all 255 registers of a thread, and up to 64 elements a thread below, which spills.
+    """
     from torch._inductor.choices import InductorChoices
+    from torch._inductor.codegen.triton import FixedTritonConfig
     from torch._inductor.virtualized import V
+
+    lanes = 64 if torch.version.hip else 32
 
     class OnePass(InductorChoices):
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
             return not cooperative_reduction
 
+        def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: Any) -> Any:
+            size = features.reduction_numel
+            if features.is_reduction() and size.is_Integer and not int(size) & (int(size) - 1):
+                each = max(1, 4 // parts)
+                rows = max(1, 128 * each // int(size))
+                warps = max(1, rows * int(size) // each // lanes)
+                launch = {"XBLOCK": rows, "num_warps": warps, "num_stages": 1}
+                return {**kernel_kwargs, "fixed_config": FixedTritonConfig(launch)}
+            return kernel_kwargs
+
     with V.set_choices_handler(OnePass()):
         yield
 
 
+class _WhenCalled:
+    """A kernel of a generated module that is compiled when it is called, in C++, or run, in Triton."""
+
+    def __init__(self, compile_now: Callable[[], Any]) -> None:
+        self._compile, self._kernel = compile_now, None
+
+    def _compiled(self) -> Any:
+        if self._kernel is None:
+            future = self._compile()
+            self._kernel = future.result() if hasattr(future, "result") else future
+        return self._kernel
+
+    def __call__(self, *args: Any) -> Any:
+        return self._compiled()(*args)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled().run(*args, **kwargs)
+
+
 @contextlib.contextmanager
-def _cpp_compiled_when_called() -> Iterator[None]:
-    """Leave the C++ of a generated module uncompiled until it is called, which it may never be (see `compile_cpp`)."""
+def _compiled_when_called() -> Iterator[None]:
+    """Leave the kernels of a generated module uncompiled until they are called, which they may never be (`compile_cpp`)."""
+    import torch._inductor.config as inductor_config
     from torch._inductor.async_compile import AsyncCompile
 
-    original = AsyncCompile.cpp_pybinding
-
-    def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Callable[..., Any]:
-        compiled: list[Callable[..., Any]] = []
-
-        def call(*args: Any) -> Any:
-            if not compiled:
-                future = original(self, argtypes, source_code)
-                compiled.append(future.result() if hasattr(future, "result") else future)
-            return compiled[0](*args)
-
-        return call
-
-    with mock.patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding):
+    cpp, triton = AsyncCompile.cpp_pybinding, AsyncCompile.triton
+    with (
+        mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *args: _WhenCalled(lambda: cpp(*args))),
+        mock.patch.object(AsyncCompile, "triton", lambda *args, **named: _WhenCalled(lambda: triton(*args, **named))),
+        inductor_config.patch(compile_threads=1),  # else it begins while it generates
+    ):
         yield
 
 
@@ -184,6 +213,7 @@ def compile_triton(source: str, unit: int, warps: int) -> Callable[[Tensor, Tens
     from torch._inductor.codecache import PyCodeCache
 
     kernel = PyCodeCache.load(source).kernel
+    warps = max(1, warps // 2) if torch.version.hip else warps  # of 64 lanes
 
     def launch(table: Tensor, programs: Tensor, align: int) -> None:
         kernel[(len(programs),)](table, programs, ALIGN=align, XBLOCK=unit, num_warps=warps)
@@ -199,11 +229,11 @@ def code_language(device: torch.device) -> str:
 
 
 def lower_with_inductor(
-    gm: fx.GraphModule, inputs: Sequence[Tensor], mode: Any, settings: Mapping[str, Any]
+    gm: fx.GraphModule, inputs: Sequence[Tensor], mode: Any, settings: Mapping[str, Any], parts: int = 1
 ) -> tuple[Callable[[list[Any]], Any], str]:
     """Compile a functional ATen graph, whose last nodes copy into inputs, and give the callable and its source.
 
-    The callable takes a list, which it empties, and returns the graph's outputs.
+    A block of it arrives in `parts` ranges of columns. The callable takes a list, which it empties, and returns the graph's outputs.
     """
     import torch._inductor.config as inductor_config
     from torch._dynamo.utils import dynamo_timed
@@ -218,9 +248,127 @@ def lower_with_inductor(
         tracing(TracingContext(mode)),
         V.set_fake_mode(mode),
         _outer_loop_fusion_without_key_error(),
-        _one_pass_reductions(),
+        _one_pass_reductions(parts),
         _decoded_where_used(),
-        _cpp_compiled_when_called(),
+        _compiled_when_called(),
     ):
         compiled = compile_fx_inner(gm, list(inputs))
     return cast("Callable[[list[Any]], Any]", compiled), str(getattr(compiled, "source_code", ""))
+
+
+class _Generated(BaseException):  # no Exception: Inductor wraps those
+    """Carries a generated module out of Inductor before it is loaded."""
+
+
+def triton_source(
+    gm: fx.GraphModule, inputs: Sequence[Tensor], mode: Any, settings: Mapping[str, Any], parts: int, capability: int
+) -> str:
+    """What `lower_with_inductor` would load on a CUDA GPU of this compute capability (90: 9.0), which need not be there.
+
+    The graph and its fake inputs were traced on a CPU, because torch cannot dispatch to a device it was not built for; from
+    here on they are a GPU's, and the graph is of no other use.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._inductor.graph import GraphLowering
+
+    gpu = torch.device("cuda", 0)
+    for node in gm.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": gpu}
+        if isinstance(value := node.meta.get("val"), Tensor):
+            value.fake_device = gpu  # type: ignore[attr-defined]
+    for tensor in inputs:
+        tensor.fake_device = gpu  # type: ignore[attr-defined]
+
+    def generate(self: Any) -> Any:
+        raise _Generated(str(self.codegen()[0].value))
+
+    try:
+        with (
+            mock.patch.object(GraphLowering, "compile_to_module", generate),
+            inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False, cpp_wrapper=False),
+            _pretended_gpu(capability),
+        ):
+            lower_with_inductor(gm, inputs, mode, settings, parts)
+    except _Generated as generated:
+        return str(generated)
+    raise AssertionError("Inductor compiled a graph without generating code")
+
+
+@contextlib.contextmanager
+def _pretended_gpu(capability: int) -> Iterator[None]:
+    """Answer what Inductor asks about the GPU it generates for, where there is none."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from types import SimpleNamespace
+
+    from torch._inductor import scheduler
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    numbers = {
+        "major": capability // 10,
+        "multi_processor_count": 132,
+        "regs_per_multiprocessor": 65536,
+        "max_threads_per_multi_processor": 2048,
+        "warp_size": 32,
+    }
+    known = DeviceProperties(type="cuda", index=0, cc=capability, max_threads_per_block=1024, **numbers)
+    torchs = SimpleNamespace(**numbers, minor=capability % 10, name="none", total_memory=1 << 36)
+    with (
+        _stub_driver(capability),
+        mock.patch.object(DeviceProperties, "create", return_value=known),
+        mock.patch.object(scheduler, "has_triton", return_value=True),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=torchs),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _stub_driver(capability: int) -> Iterator[None]:
+    """The least a Triton driver must answer while code is generated; the one before is put back."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    class Stub:
+        is_active = staticmethod(lambda: True)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda index=0: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("cuda", 0))
+
+    before = driver._active
+    driver.set_active(Stub())
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+@contextlib.contextmanager
+def loaded_kernel(source: str, name: str, capability: int) -> Iterator[Any]:
+    """Inductor's autotuner of one Triton kernel: `fn`, `configs`, `triton_meta`, `inductor_meta`; nothing is compiled yet."""
+    import importlib.util
+    import tempfile
+    from pathlib import Path
+
+    from torch._inductor.runtime import triton_helpers
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{name}.py")  # in a file, for Triton reads the text of functions from where they stand
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        with (
+            _pretended_gpu(capability),
+            mock.patch.object(triton_helpers, "set_driver_to_gpu", return_value=None),
+            mock.patch.object(
+                torch.cuda, "is_available", return_value=True
+            ),  # else launch configurations are not CUDA's
+        ):
+            spec.loader.exec_module(module)
+        yield getattr(module, name)

@@ -102,6 +102,13 @@ class MarkedStateError(QCompileError):
         )
 
 
+class NoTritonCompilerError(QCompileError):
+    """Triton kernels cannot be compiled in this process."""
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(f"kernel statistics need Triton's compiler, and {found}; {remedy}")
+
+
 class NotOneGraphError(QCompileError):
     """A whole step cannot be one graph. `train_step` then takes several, unless `fullgraph=True`."""
 

@@ -52,13 +52,15 @@ class Kernel:
         call: takes a list of tensors, writes into them, returns what the operands in `returned_scales` reduced to.
         name: of the generated functions.
         language: "C++" or "Triton".
-        source: the generated module.
+        source: what runs: the generated module, or the function for a class that was made of it.
         parts: into how many ranges of columns it takes a block.
         returned_scales: operands whose blocks' reductions are returned, to become scales outside.
+        module: the generated module, where `source` was made of it.
         call_table: updates all regions of a class (see `runtime.table`); None where there is no such function.
         columns: which inputs the table's rows are the addresses of.
-        unit: rows per unit of work; of Triton, per program.
+        unit: rows per unit of work; of Triton, per program, which has `warps`.
         wide: columns whose addresses should be multiples of 16.
+        block_size: elements of a parameter in one row of its tensors; 1 where nothing is quantized.
     """
 
     call: Callable[[list[Any]], Any]
@@ -67,9 +69,12 @@ class Kernel:
     source: str = field(repr=False)
     parts: int
     returned_scales: tuple[int, ...]
+    block_size: int = 1
+    module: str = field(default="", repr=False)
     call_table: Callable[..., Any] | None = None
     columns: tuple[int, ...] = ()
     unit: int = 1
+    warps: int = 1
     wide: tuple[int, ...] = ()
 
 

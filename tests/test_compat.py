@@ -42,6 +42,8 @@ def test_signatures() -> None:
     assert list(inspect.signature(LoopBody.get_read_expr).parameters) == ["self", "buffer_name"]
     persistent = inspect.signature(InductorChoices.should_use_persistent_reduction)
     assert list(persistent.parameters) == ["features", "cooperative_reduction"]
+    kwargs = inspect.signature(InductorChoices.triton_kernel_kwargs)
+    assert list(kwargs.parameters) == ["self", "kernel_cls", "features", "groups", "kernel_kwargs"]
     assert list(inspect.signature(compile_fx).parameters)[:2] == ["model_", "example_inputs_"]
     assert "config_patches" in inspect.signature(compile_fx).parameters
     assert list(inspect.signature(compile_fx_inner).parameters)[:2] == ["gm", "example_inputs"]

@@ -191,6 +191,7 @@ def test_triton_is_one_kernel_that_touches_everything_once(triton_on_cpu: None, 
     kernel = lower(update, CPU, {})
     assert kernel.call_table is not None, "Inductor's code has a form that rewrite_triton does not know"
     assert kernel.source.count("@triton.jit") == 1
+    assert f"R0_BLOCK: tl.constexpr = {storage[2].block_size // update.parts}" in kernel.source, "a block is not held"
     assert "for r0_offset" not in kernel.source
     body = kernel.source[kernel.source.index("xoffset =") :]  # behind what is loaded from the table
     loads, stores = (re.findall(rf"tl\.{name}\((\w+)", body) for name in ("load", "store"))

@@ -111,8 +111,8 @@ def test_cpp_of_another_form_runs_as_it_is(change: tuple[str, str], monkeypatch:
 
 def test_triton_of_another_form_runs_as_it_is(triton_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr("qcompile.passes.lower.rewrite_triton", lambda source, block_size: seen.append(source))
+    monkeypatch.setattr("qcompile.passes.lower.rewrite_triton", lambda source, *args: seen.append(source))
     kernels(in_place=True)
-    assert rewrite_triton(seen[0], 64) is not None
-    assert rewrite_triton(seen[0].replace("tl.program_id(0)", "tl.program_id(1)"), 64) is None
-    assert rewrite_triton(seen[0].replace("'*u8'", "'*u4'"), 64) is None
+    assert rewrite_triton(seen[0], 64, 1) is not None
+    assert rewrite_triton(seen[0].replace("tl.program_id(0)", "tl.program_id(1)"), 64, 1) is None
+    assert rewrite_triton(seen[0].replace("'*u8'", "'*u4'"), 64, 1) is None
