@@ -23,10 +23,10 @@ from qcompile._compat_inductor import compile_seconds
 from qcompile.bench_candidates import Candidate
 from qcompile.bench_report import FirstCall, Result, Row, spread
 from qcompile.bench_shapes import Shape, parameter_count
+from qcompile.kernel_source import traffic
 from qcompile.passes.pipeline import forget_kernels
 from qcompile.plan import record_of
 from qcompile.runtime.launch import launches
-from qcompile.runtime.state import QuantizedState
 
 # Steps after the first that are not timed: the second may compile again, where an optimizer makes its state in the first.
 WARM_UP = 2
@@ -233,24 +233,29 @@ def _reason(error: Exception) -> str:
 
 
 def moved_bytes(candidate: Candidate, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> float | None:
-    """Bytes that one step reads and writes, per parameter: analytic, of a step that is one pass over memory.
+    """Bytes that one step reads and writes, per parameter.
 
-    The gradient is read, the parameter read and written, and so is each state: for ours the codes, scales and tails of
-    its format, or the dense tensor where the plan leaves it dense, and one that the plan only reads is only read.
-    None for what is no single pass, or not known to be.
+    Of ours counted from the loads and stores of the generated kernels (`qcompile.kernels.traffic`); of torch fused by what one pass over
+    memory is: the gradient is read, the parameter and each state are read and written. None for what is not known.
     """
-    fused = candidate.name == "torch fused"
-    if not fused and candidate.kind != "ours":
+    elements = sum(p.numel() for p in params)
+    if candidate.name == "torch fused":
+        states = sum(2 * value.nbytes for value in _states(optimizer))
+        return (states + sum(2 * p.nbytes + (0 if p.grad is None else p.grad.nbytes) for p in params)) / elements
+    if candidate.kind != "ours":
         return None
-    total = 0
+    record = record_of(optimizer)
+    classes = {id(plan.slot.param): record.classes.get(place) for place, plan in record.plans.items()}
+    total = 0.0
     for param in params:
-        total += 2 * param.nbytes + (0 if param.grad is None else param.grad.nbytes)
-    plans = {id(plan.slot.get()): plan for plan in record_of(optimizer).plans.values()}
-    for value in _states(optimizer):
-        plan = plans.get(id(value))
-        size = value.stored_bytes if isinstance(value, QuantizedState) else value.nbytes
-        total += size if plan is not None and not plan.written else 2 * size
-    return total / sum(p.numel() for p in params)
+        used = classes.get(id(param))
+        if used is None:
+            return None
+        block = 0 if used.quantized is None else used.quantized.block_size
+        blocked = param.numel() // block * block if block else 0
+        for kernel, count in ((used.quantized, blocked), (used.dense, param.numel() - blocked)):
+            total += traffic(kernel).total * count if kernel is not None and count else 0.0
+    return total / elements
 
 
 def stored_state_bytes(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> float:
