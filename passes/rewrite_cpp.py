@@ -45,6 +45,23 @@ BIT_CAST = re.compile(
     r"\{\s*tmpbuf_out\[i\] = c10::bit_cast<\w+>\(tmpbuf0\[i\]\);\s*\}\s*"
     r"return at::vec::Vectorized<\w+>::loadu\(tmpbuf_out\.data\(\), static_cast<int64_t>\(16\)\);\s*\}\s*\(\)\s*"
 )
+COMPARISON = re.compile(r"auto (tmp\d+) = at::vec::VecMask<float,1>\((tmp\d+) (<=|>=|==|<|>) (tmp\d+)\);")
+CHOICE = re.compile(r"decltype\((tmp\d+)\)::blendv\((tmp\d+), (tmp\d+), (tmp\d+)\.template cast<float,1>\(\)\)")
+COMPARISONS = ("<=", ">=", "==", "<", ">")
+# `y` where the comparison (its place in COMPARISONS) holds, else `x`.
+CHOOSE = """
+template <int comparison, typename V>
+inline V choose(V a, V b, V x, V y)
+{
+#if defined(CPU_CAPABILITY_AVX512)
+    constexpr int predicates[] = {_CMP_LE_OQ, _CMP_GE_OQ, _CMP_EQ_OQ, _CMP_LT_OQ, _CMP_GT_OQ};
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, predicates[comparison]), x, y);
+#else
+    const V masks[] = {a <= b, a >= b, a == b, a < b, a > b};
+    return V::blendv(x, y, masks[comparison]);
+#endif
+}
+"""
 DEFINITION = re.compile(r"\s*auto (tmp\d+) =(.*);\s*$", re.DOTALL)
 STORE = re.compile(
     r"^\s*tmp\d+\.store\((\w+) \+ static_cast<int64_t>\([^()]*\)(?:, static_cast<int64_t>\(\d+\))?\);\s*$", re.MULTILINE
@@ -144,7 +161,8 @@ def _read(source: str) -> _Module:
         at = inputs.index(argument) if argument in inputs else None
         pointers.append(_Pointer(parameter, " ".join(kind), at, None if at is not None else argument))
     body = text[signature.end() :]
-    return _Module(text[: signature.start()], tuple(pointers), parameters[-1][-1], body, widths, returned)
+    prefix = f"{text[: signature.start()]}// {name}, for all regions of a class\n"
+    return _Module(prefix, tuple(pointers), parameters[-1][-1], body, widths, returned)
 
 
 def _rewritten(module: _Module, returned: Returned) -> ClassFunction:
@@ -226,6 +244,22 @@ def _without_dead_stores(body: str, temporaries: set[str]) -> str:
     return STORE.sub(lambda m: "" if m[1] in temporaries - read else m[0], body)
 
 
+def _with_masks(body: str) -> str:
+    """Comparisons that only choose between two vectors as masks of bits, where the instruction set has them.
+
+    ATen makes a vector of each comparison, and a mask of the vector for each choice.
+    """
+    masks = {m[1]: (m[2], m[3], m[4]) for m in COMPARISON.finditer(body)}
+
+    def chosen(match: re.Match[str]) -> str:
+        if match[4] not in masks:
+            return match[0]
+        a, operator, b = masks[match[4]]
+        return f"choose<{COMPARISONS.index(operator)}>({a}, {b}, {match[2]}, {match[3]})"
+
+    return CHOICE.sub(chosen, body)
+
+
 def _invariants_first(body: str) -> str:
     """Compute in front of each loop over the elements of a block what is the same for all of them."""
     out, position = [], 0
@@ -237,10 +271,11 @@ def _invariants_first(body: str) -> str:
         if block is None:
             raise _NotKnown
         inner = _end_of_block(body, block.end())
-        statements = list(_statements(body[block.end() + 1 : inner - 1]))
+        statements = list(_statements(_with_masks(body[block.end() + 1 : inner - 1])))
         stored = {m[1] for s in statements if (m := STORE.match(s))}
-        first, varying = [], set()
-        left = []
+        first: list[str] = []
+        left: list[str] = []
+        varying: set[str] = set()
         for statement in statements:
             match = DEFINITION.match(statement)
             names = set(re.findall(r"\b(?:tmp\d+|x1|tmp_acc\w+)\b", match[2])) if match else set()
@@ -332,7 +367,7 @@ def _text(
     ]
     bound = [f"auto {p.name} = reinterpret_cast<{p.type}>(row[{i}]);" for i, p in enumerate(pointers)]
     lines = "\n            "
-    return f"""{module.prefix}extern "C" void kernel(const int64_t* table, const int64_t count)
+    return f"""{module.prefix}{CHOOSE if "choose<" in body else ""}extern "C" void kernel(const int64_t* table, const int64_t count)
 {{
     // one row of addresses per region, then its number of rows, then the units of work up to its end
     const int64_t total = table[count * {width}L - 1L];

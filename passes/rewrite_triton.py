@@ -80,7 +80,7 @@ def rewrite_triton(source: str, block_size: int, parts: int) -> ClassFunction | 
     prefix = "\n".join(
         line for line in text[: text.index("@triton_heuristics")].splitlines() if "set_driver" not in line
     )
-    module = f"{prefix}\n\n@triton.jit\ndef kernel(table, regions, ALIGN: tl.constexpr, XBLOCK: tl.constexpr):\n"
+    module = f"# {name}, for all regions of a class\n{prefix}\n\n@triton.jit\ndef kernel(table, regions, ALIGN: tl.constexpr, XBLOCK: tl.constexpr):\n"
     columns = tuple(inputs.index(n) for n in given[: len(pointers)])
     columns_of_part, each = block_size // parts, max(1, PER_THREAD // parts)
     rows = max(1, THREADS * each // columns_of_part)

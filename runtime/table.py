@@ -80,12 +80,8 @@ class Tables:
             table.call()
         for tensor, own in copies:
             tensor.copy_(own)
-        views = (
-            view
-            for r, views in enumerate(self._static)
-            for view in [[v or arrived.get((r, i)) for i, v in enumerate(views)]]
-        )
-        return [own[i].numbers[1] for own in views for i in self._counted]
+        now = [[arrived.get((r, i), view) for i, view in enumerate(views)] for r, views in enumerate(self._static)]
+        return [own.numbers[1] for views in now for i in self._counted if (own := views[i]) is not None]
 
     @property
     def launches(self) -> int:
