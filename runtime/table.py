@@ -81,7 +81,7 @@ class Tables:
         for tensor, own in copies:
             tensor.copy_(own)
         now = [[arrived.get((r, i), view) for i, view in enumerate(views)] for r, views in enumerate(self._static)]
-        return [own.numbers[1] for views in now for i in self._counted if (own := views[i]) is not None]
+        return [bound.numbers[1] for views in now for i in self._counted if (bound := views[i]) is not None]
 
     @property
     def launches(self) -> int:
