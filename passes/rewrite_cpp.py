@@ -47,6 +47,8 @@ BIT_CAST = re.compile(
 )
 COMPARISON = re.compile(r"auto (tmp\d+) = at::vec::VecMask<float,1>\((tmp\d+) (<=|>=|==|<|>) (tmp\d+)\);")
 CHOICE = re.compile(r"decltype\((tmp\d+)\)::blendv\((tmp\d+), (tmp\d+), (tmp\d+)\.template cast<float,1>\(\)\)")
+# Elements, in blocks of 256, that one thread updates alone: to wake another takes longer.
+ALONE = 1 << 15
 COMPARISONS = ("<=", ">=", "==", "<", ">")
 # `y` where the comparison (its place in COMPARISONS) holds, else `x`.
 CHOOSE = """
@@ -371,7 +373,7 @@ def _text(
 {{
     // one row of addresses per region, then its number of rows, then the units of work up to its end
     const int64_t total = table[count * {width}L - 1L];
-    #pragma omp parallel
+    #pragma omp parallel if(total > {ALONE // unit if unit > 1 else ALONE // 256}L)
     {{
         const int64_t first = total * omp_get_thread_num() / omp_get_num_threads();
         const int64_t last = total * (omp_get_thread_num() + 1) / omp_get_num_threads();
