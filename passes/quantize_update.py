@@ -152,17 +152,11 @@ class _Build:
     def pairs(self) -> dict[int, Preconditioner]:
         return storage_pairs(self.preconditioners)
 
-    def width(self, i: int) -> int:
-        """How many inputs of the kernel an operand is."""
-        fmt = self.storage[i]
-        if not isinstance(fmt, Format):
-            return self.parts
-        return self.parts * fmt.bits // 8 + fmt.scale_count + 2 * fmt.random
-
     def scale_inputs(self, i: int) -> tuple[Format, tuple[int, ...]]:
         """The format of a quantized operand, and which of the kernel's inputs its scales are."""
         fmt = self.format_of(i)
-        start = sum(map(self.width, range(i))) + self.parts * fmt.bits // 8
+        before = (f.inputs(self.parts) if isinstance(f, Format) else self.parts for f in self.storage[:i])
+        start = sum(before) + self.parts * fmt.bits // 8
         return fmt, tuple(range(start, start + fmt.scale_count))
 
     def kernel(self, *args: Tensor) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import re
 
+from qcompile._compat_inductor import launch_of
 from qcompile.passes.rewrite_cpp import ClassFunction
 
 KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.MULTILINE | re.DOTALL)
@@ -35,8 +36,6 @@ TYPES = {
     "i1": "tl.int1",
 }
 SIZES = ("xnumel", "r0_numel")
-# Elements per thread: four fp32 are one access of 16 bytes. Of a block in parts, one or more of each.
-PER_THREAD, THREADS = 4, 128
 
 
 def rewrite_triton(source: str, block_size: int, parts: int) -> ClassFunction | None:
@@ -82,9 +81,7 @@ def rewrite_triton(source: str, block_size: int, parts: int) -> ClassFunction | 
     )
     module = f"# {name}, for all regions of a class\n{prefix}\n\n@triton.jit\ndef kernel(table, regions, ALIGN: tl.constexpr, XBLOCK: tl.constexpr):\n"
     columns = tuple(inputs.index(n) for n in given[: len(pointers)])
-    columns_of_part, each = block_size // parts, max(1, PER_THREAD // parts)
-    rows = max(1, THREADS * each // columns_of_part)
-    warps = max(1, rows * columns_of_part // (32 * each))
+    rows, warps = launch_of(block_size // parts, parts)
     wide = tuple(i for i, flag in enumerate(is_wide) if flag)
     return ClassFunction(module + "\n".join(start) + "\n" + body, columns, rows, wide, warps)
 

@@ -132,6 +132,14 @@ def _decoded_where_used() -> Iterator[None]:
         yield
 
 
+def launch_of(columns: int, parts: int) -> tuple[int, int]:
+    """Rows and warps of a Triton program over rows of `columns` elements, one of the `parts` of a block: 128 threads or more,
+    each with four elements of the block (16 bytes of fp32), or one of each part."""
+    each = max(1, 4 // parts)
+    rows = max(1, 128 * each // columns)
+    return rows, max(1, rows * columns // each // (64 if torch.version.hip else 32))
+
+
 @contextlib.contextmanager
 def _one_pass_reductions(parts: int) -> Iterator[None]:
     """Keep a whole block in registers up to 4096 elements; Inductor loops, and reads everything twice, from 1024 on.
@@ -143,8 +151,6 @@ def _one_pass_reductions(parts: int) -> Iterator[None]:
     from torch._inductor.codegen.triton import FixedTritonConfig
     from torch._inductor.virtualized import V
 
-    lanes = 64 if torch.version.hip else 32
-
     class OnePass(InductorChoices):
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
@@ -153,9 +159,7 @@ def _one_pass_reductions(parts: int) -> Iterator[None]:
         def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: Any) -> Any:
             size = features.reduction_numel
             if features.is_reduction() and size.is_Integer and not int(size) & (int(size) - 1):
-                each = max(1, 4 // parts)
-                rows = max(1, 128 * each // int(size))
-                warps = max(1, rows * int(size) // each // lanes)
+                rows, warps = launch_of(int(size), parts)
                 launch = {"XBLOCK": rows, "num_warps": warps, "num_stages": 1}
                 return {**kernel_kwargs, "fixed_config": FixedTritonConfig(launch)}
             return kernel_kwargs
@@ -213,7 +217,6 @@ def compile_triton(source: str, unit: int, warps: int) -> Callable[[Tensor, Tens
     from torch._inductor.codecache import PyCodeCache
 
     kernel = PyCodeCache.load(source).kernel
-    warps = max(1, warps // 2) if torch.version.hip else warps  # of 64 lanes
 
     def launch(table: Tensor, programs: Tensor, align: int) -> None:
         kernel[(len(programs),)](table, programs, ALIGN=align, XBLOCK=unit, num_warps=warps)

@@ -113,6 +113,10 @@ class Format:
         """Bytes of the codes of one block."""
         return self.block_size * self.bits // 8
 
+    def inputs(self, parts: int) -> int:
+        """How many inputs of an update kernel a state is: its codes and scales, in parts, and key and store number."""
+        return parts * self.bits // 8 + self.scale_count + 2 * self.random
+
     @property
     def random(self) -> bool:
         """Whether storing draws random bits."""

@@ -38,7 +38,8 @@ class Tables:
     ) -> None:
         self._layout, self._regions, self._static = layout, regions, static
         self._parts = 1 if quantized is None else quantized.parts
-        size, widths = layout.block_size, [self._width(i) for i in range(len(layout.storage))]
+        size, parts = layout.block_size, self._parts
+        widths = [parts if fmt is None else fmt.inputs(parts) for fmt in layout.storage]
         numels = np.array([region.model.numel() for region in regions], np.int64)
         blocks = numels // size if quantized is not None else np.zeros_like(numels)
         self._blocked = blocks * size
@@ -87,11 +88,6 @@ class Tables:
     def launches(self) -> int:
         """How many kernels a step launches."""
         return len(self._used)
-
-    def _width(self, i: int) -> int:
-        """How many inputs of the kernel of blocks an operand is."""
-        fmt = self._layout.storage[i]
-        return self._parts if fmt is None else self._parts * fmt.bits // 8 + fmt.scale_count + 2 * fmt.random
 
     def _enter(self, r: int, i: int, view: Views) -> None:
         if self._blocks is not None:
