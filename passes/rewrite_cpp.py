@@ -7,8 +7,7 @@ What changes, beside that the regions are a loop inside:
 
 - All loops over blocks become one: blocks do not depend on each other, so what one loop leaves for the next is of one block.
   Temporaries of the parameter's size become arrays of one block, which stay in the first cache.
-- What is the same for all elements of a block (roots and reciprocals of its scales, random bits of its row) is computed
-  before the loop over elements. The compiler may not: for all it knows, the stores in the loop change the scales.
+- The loops over elements do less (`cpp_loops`).
 - A bit cast is one instruction instead of a loop over the elements of a vector (design.md, fact 9).
 - Stores that nothing reads are left out.
 - The scales are finished (`codecs.finish_scales`) and stored where they belong, instead of returned.
@@ -17,11 +16,12 @@ What changes, beside that the regions are a loop inside:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from qcompile.passes.cpp_loops import HELPERS, STORE, NotKnownError, end_of_block, rewrite_loops
 from qcompile.runtime.codecs import LEAST_SCALE
 from qcompile.runtime.formats import Format
 
@@ -30,8 +30,6 @@ SIGNATURE = re.compile(r'extern "C"\s+void\s+kernel\((.*?)\)\s*\{', re.DOTALL)
 ROWS = re.compile(
     r"for\(int64_t x0=static_cast<int64_t>\(0L\); x0<static_cast<int64_t>\((.+)\); x0\+=static_cast<int64_t>\((\d+)L\)\)"
 )
-COLUMNS = re.compile(r"for\(int64_t x1=[^\n]*\)\s*(?=\{)")
-BLOCK = re.compile(r"\{\s*if\(C10_LIKELY\([^\n]*\)\)\s*(?=\{)")
 LOCAL = re.compile(
     r"^\s*(?:std::unique_ptr<([\w:]+) \[\]> buf_(\w+) = std::make_unique<[\w:]+ \[\]>\((\w+)\);|[\w:]+\* (\w+) = buf_\w+\.get\(\);)$"
 )
@@ -40,34 +38,13 @@ IGNORED = re.compile(
     r"|inductor_cpu_integer_div_error_flag = .*;|inductor_cpu_throw_if_integer_div_error\(.*\);)?$"
 )
 BIT_CAST = re.compile(
-    r"\[&\]\(\)\s*\{\s*__at_align__ std::array<(\w+), 16> tmpbuf0;\s*(\w+)\.store\(tmpbuf0\.data\(\), static_cast<int64_t>\(16\)\);"
-    r"\s*__at_align__ std::array<(\w+), 16> tmpbuf_out;\s*for \(int i = 0; i < static_cast<int64_t>\(16\); i\+\+\)\s*"
+    r"\[&\]\(\)\s*\{\s*__at_align__ std::array<(\w+), \d+> tmpbuf0;\s*(\w+)\.store\(tmpbuf0\.data\(\), static_cast<int64_t>\(\d+\)\);"
+    r"\s*__at_align__ std::array<(\w+), \d+> tmpbuf_out;\s*for \(int i = 0; i < static_cast<int64_t>\(\d+\); i\+\+\)\s*"
     r"\{\s*tmpbuf_out\[i\] = c10::bit_cast<\w+>\(tmpbuf0\[i\]\);\s*\}\s*"
-    r"return at::vec::Vectorized<\w+>::loadu\(tmpbuf_out\.data\(\), static_cast<int64_t>\(16\)\);\s*\}\s*\(\)\s*"
+    r"return at::vec::Vectorized<\w+>::loadu\(tmpbuf_out\.data\(\), static_cast<int64_t>\(\d+\)\);\s*\}\s*\(\)\s*"
 )
-COMPARISON = re.compile(r"auto (tmp\d+) = at::vec::VecMask<float,1>\((tmp\d+) (<=|>=|==|<|>) (tmp\d+)\);")
-CHOICE = re.compile(r"decltype\((tmp\d+)\)::blendv\((tmp\d+), (tmp\d+), (tmp\d+)\.template cast<float,1>\(\)\)")
 # Elements, in blocks of 256, that one thread updates alone: to wake another takes longer.
 ALONE = 1 << 15
-COMPARISONS = ("<=", ">=", "==", "<", ">")
-# `y` where the comparison (its place in COMPARISONS) holds, else `x`.
-CHOOSE = """
-template <int comparison, typename V>
-inline V choose(V a, V b, V x, V y)
-{
-#if defined(CPU_CAPABILITY_AVX512)
-    constexpr int predicates[] = {_CMP_LE_OQ, _CMP_GE_OQ, _CMP_EQ_OQ, _CMP_LT_OQ, _CMP_GT_OQ};
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, predicates[comparison]), x, y);
-#else
-    const V masks[] = {a <= b, a >= b, a == b, a < b, a > b};
-    return V::blendv(x, y, masks[comparison]);
-#endif
-}
-"""
-DEFINITION = re.compile(r"\s*auto (tmp\d+) =(.*);\s*$", re.DOTALL)
-STORE = re.compile(
-    r"^\s*tmp\d+\.store\((\w+) \+ static_cast<int64_t>\([^()]*\)(?:, static_cast<int64_t>\(\d+\))?\);\s*$", re.MULTILINE
-)
 
 
 # Of each operand whose scales the kernel returns: its format, and which inputs of the kernel the scales are.
@@ -93,10 +70,6 @@ class ClassFunction:
     unit: int
     wide: tuple[int, ...] = ()
     warps: int = 1
-
-
-class _NotKnown(Exception):  # noqa: N818
-    """The module has another form than those this file knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +98,14 @@ def rewrite_cpp(source: str, returned: Returned) -> ClassFunction | None:
     """The function for a class, or None where Inductor's module is not of the form that is known."""
     try:
         return _rewritten(_read(source), returned)
-    except _NotKnown:
+    except NotKnownError:
         return None
 
 
 def _read(source: str) -> _Module:
     found = KERNEL.findall(source)
     if len(found) != 1:
-        raise _NotKnown
+        raise NotKnownError
     name, _, text = found[0]
     call = source[source.index("        args.clear()") :]
     order = re.search(r"^        (.*) = args$", source, re.MULTILINE)
@@ -148,18 +121,18 @@ def _read(source: str) -> _Module:
             returned = tuple(filter(None, match[1].split(", ")))
             break
         elif not re.fullmatch(r"\s+(\w+ = \w+\.size\(\)|\w+ = \w+\[0\]|assert_size_stride\(.*\)|del \w+|#.*|)", line):
-            raise _NotKnown
+            raise NotKnownError
     signature = SIGNATURE.search(text)
     if order is None or returned is None or signature is None:
-        raise _NotKnown
+        raise NotKnownError
     inputs = [n for n in order[1].split(", ") if n]
     pointers = []
     parameters = [p.split() for p in signature[1].split(",")]
     if len(parameters) != len(given) or not set(given[:-1]) <= {*inputs, *widths}:
-        raise _NotKnown
+        raise NotKnownError
     for (*kind, parameter), argument in zip(parameters[:-1], given[:-1], strict=True):
         if not kind[-1].endswith("*"):
-            raise _NotKnown
+            raise NotKnownError
         at = inputs.index(argument) if argument in inputs else None
         pointers.append(_Pointer(parameter, " ".join(kind), at, None if at is not None else argument))
     body = text[signature.end() :]
@@ -175,13 +148,15 @@ def _rewritten(module: _Module, returned: Returned) -> ClassFunction:
         assert pointer.buffer is not None
         body = _of_one_block(body, pointer.name, module.widths[pointer.buffer])
     given_back = {p.name for p in temporaries if p.buffer in module.returned}
-    body = _without_dead_stores(body, {p.name for p in temporaries} - given_back | {*declared})
+    of_one_block = {p.name for p in temporaries} - given_back | {*declared}
     body = BIT_CAST.sub(r"at::vec::cast<\3, \1>(\2)", body)
-    body = _invariants_first(body)
     columns = [p.input for p in module.pointers if p.input is not None]
+    inputs = {p.name: p.input for p in module.pointers if p.input is not None}
+    body, kept = rewrite_loops(body, of_one_block, inputs)
+    body = _without_dead_stores(body, of_one_block)
     stores, scales = _scale_stores(module, returned, len(columns))
     return ClassFunction(
-        _text(module, temporaries, declared, body, stores, unit, len(columns) + len(scales) + 2),
+        _text(module, temporaries, [*declared.values(), *kept], body, stores, unit, len(columns) + len(scales) + 2),
         (*columns, *scales),
         unit,
     )
@@ -196,14 +171,14 @@ def _loops(module: _Module) -> tuple[list[str], int, dict[str, str]]:
     while match := ROWS.search(text, position):
         _read_between(text[position : match.start()], declared)
         if match[1] != module.rows:
-            raise _NotKnown
+            raise NotKnownError
         steps.add(int(match[2]))
-        end = _end_of_block(text, text.index("{", match.end()))
+        end = end_of_block(text, text.index("{", match.end()))
         bodies.append(text[text.index("{", match.end()) : end])
         position = end
     _read_between(text[position:], declared)
     if len(steps) != 1:
-        raise _NotKnown
+        raise NotKnownError
     return bodies, steps.pop(), declared
 
 
@@ -212,20 +187,10 @@ def _read_between(text: str, declared: dict[str, str]) -> None:
         if match := LOCAL.match(line):
             if match[1] is not None:
                 if match[2] in declared:
-                    raise _NotKnown
+                    raise NotKnownError
                 declared[match[2]] = f"alignas(64) {match[1]} {match[2]}[{match[3]}];"
         elif not IGNORED.match(line):
-            raise _NotKnown
-
-
-def _end_of_block(text: str, start: int) -> int:
-    """Where the block that opens at `start` ends."""
-    depth = 0
-    for match in re.finditer(r"[{}]", text[start:]):
-        depth += 1 if match[0] == "{" else -1
-        if depth == 0:
-            return start + match.end()
-    raise _NotKnown
+            raise NotKnownError
 
 
 def _of_one_block(body: str, name: str, width: int) -> str:
@@ -237,85 +202,13 @@ def _of_one_block(body: str, name: str, width: int) -> str:
         body = body.replace(f"{name} + static_cast<int64_t>(x1 + {width}L*x0)", f"{name} + static_cast<int64_t>(x1)")
         rest = body.replace(f"{name} + static_cast<int64_t>(x1)", "")
     if re.search(rf"\b{name}\b", rest):
-        raise _NotKnown
+        raise NotKnownError
     return body
 
 
 def _without_dead_stores(body: str, temporaries: set[str]) -> str:
     read = {name for name in temporaries if re.search(rf"(?:loadu\({name} \+|= {name}\[)", body)}
-    return STORE.sub(lambda m: "" if m[1] in temporaries - read else m[0], body)
-
-
-def _with_masks(body: str) -> str:
-    """Comparisons that only choose between two vectors as masks of bits, where the instruction set has them.
-
-    ATen makes a vector of each comparison, and a mask of the vector for each choice.
-    """
-    masks = {m[1]: (m[2], m[3], m[4]) for m in COMPARISON.finditer(body)}
-
-    def chosen(match: re.Match[str]) -> str:
-        if match[4] not in masks:
-            return match[0]
-        a, operator, b = masks[match[4]]
-        return f"choose<{COMPARISONS.index(operator)}>({a}, {b}, {match[2]}, {match[3]})"
-
-    return CHOICE.sub(chosen, body)
-
-
-def _invariants_first(body: str) -> str:
-    """Compute in front of each loop over the elements of a block what is the same for all of them."""
-    out, position = [], 0
-    for loop in COLUMNS.finditer(body):
-        if loop.start() < position:
-            raise _NotKnown
-        end = _end_of_block(body, loop.end())
-        block = BLOCK.search(body, loop.end(), end)
-        if block is None:
-            raise _NotKnown
-        inner = _end_of_block(body, block.end())
-        statements = list(_statements(_with_masks(body[block.end() + 1 : inner - 1])))
-        stored = {m[1] for s in statements if (m := STORE.match(s))}
-        first: list[str] = []
-        left: list[str] = []
-        varying: set[str] = set()
-        for statement in statements:
-            match = DEFINITION.match(statement)
-            names = set(re.findall(r"\b(?:tmp\d+|x1|tmp_acc\w+)\b", match[2])) if match else set()
-            loads = set(re.findall(r"(\w+)\[static_cast<int64_t>", match[2])) if match else set()
-            if (
-                match is None
-                or names & (varying | {"x1"})
-                or any("acc" in n for n in names)
-                or loads & stored
-                or "loadu(" in match[2]
-            ):
-                left.append(statement)
-                varying.update([match[1]] if match else [])
-            else:
-                first.append(statement)
-        out += [
-            body[position : loop.start()],
-            "{",
-            *first,
-            body[loop.start() : block.end() + 1],
-            *left,
-            body[inner - 1 : end],
-            "}",
-        ]
-        position = end
-    return "".join([*out, body[position:]])
-
-
-def _statements(text: str) -> Iterator[str]:
-    """The statements of a block, each with its semicolon."""
-    depth, start = 0, 0
-    for i, character in enumerate(text):
-        depth += (character in "{(") - (character in "})")
-        if character == ";" and depth == 0:
-            yield text[start : i + 1]
-            start = i + 1
-    if text[start:].strip():
-        raise _NotKnown
+    return STORE.sub(lambda m: "" if m[2] in temporaries - read else m[0], body)
 
 
 def _scale_stores(module: _Module, returned: Returned, column: int) -> tuple[list[str], list[int]]:
@@ -331,12 +224,12 @@ def _scale_stores(module: _Module, returned: Returned, column: int) -> tuple[lis
                 fmt.scale_dtype
             )
             if kind is None:
-                raise _NotKnown
+                raise NotKnownError
             target = f"reinterpret_cast<{kind}*>(row[{column + len(inputs)}])[x0 * {fmt.scale_count}]"
             stores.append(f"{target} = static_cast<{kind}>({value});")
             inputs.append(scales[j])
     if names:
-        raise _NotKnown
+        raise NotKnownError
     return stores, inputs
 
 
@@ -356,7 +249,7 @@ def _finished(reduced: Sequence[str], fmt: Format) -> list[str]:
 def _text(
     module: _Module,
     temporaries: Sequence[_Pointer],
-    declared: dict[str, str],
+    declared: Sequence[str],
     body: str,
     stores: Sequence[str],
     unit: int,
@@ -369,7 +262,7 @@ def _text(
     ]
     bound = [f"auto {p.name} = reinterpret_cast<{p.type}>(row[{i}]);" for i, p in enumerate(pointers)]
     lines = "\n            "
-    return f"""{module.prefix}{CHOOSE if "choose<" in body else ""}extern "C" void kernel(const int64_t* table, const int64_t count)
+    return f"""{module.prefix}{HELPERS}extern "C" void kernel(const int64_t* table, const int64_t count)
 {{
     // one row of addresses per region, then its number of rows, then the units of work up to its end
     const int64_t total = table[count * {width}L - 1L];
@@ -377,7 +270,7 @@ def _text(
     {{
         const int64_t first = total * omp_get_thread_num() / omp_get_num_threads();
         const int64_t last = total * (omp_get_thread_num() + 1) / omp_get_num_threads();
-        {lines.join([*declared.values(), *local])}
+        {lines.join([*declared, *local])}
         for(int64_t region=0; region<count; region+=1)
         {{
             const int64_t* row = table + region * {width}L;
