@@ -37,6 +37,7 @@ FEW = re.compile(
 )
 ARANGE = re.compile(r"at::vec::Vectorized<int32_t>::arange\((tmp\d+), 1\)")
 LOCAL_INDEX = "static_cast<int64_t>(x1)"
+POINTER = re.compile(r"\b(\w+)(?= \+ static_cast|\[static_cast)")
 NAME = re.compile(r"\b(?:tmp\d+|x1|tmp_acc\w+)\b")
 ACCUMULATED = re.compile(r"(tmp_acc\d+_vec) = at::vec::(minimum|maximum)\(\1, (tmp\d+)\)")
 BOUND = re.compile(r"at::vec::(minimum|maximum)\((tmp\d+), (tmp\d+)\)")
@@ -197,9 +198,10 @@ class _Numbering:
                 name = match[2]
                 if name in self.locals:
                     self.stored[name] = values[match[1]]
+                elif name in self.aliases:
+                    self.written[self.aliases[name]] = self.written.get(self.aliases[name], 0) + 1
                 else:
-                    at = self.aliases.get(name, -1)
-                    self.written[at] = self.written.get(at, 0) + 1
+                    raise NotKnownError
         return values
 
     def _value(self, text: str, values: dict[str, _Value]) -> _Value:
@@ -207,8 +209,9 @@ class _Numbering:
             return self.stored[match[2]]
         used = [values[name] for name in dict.fromkeys(NAME.findall(text)) if name in values]
         key = " ".join(NAME.sub(lambda m: f"#{values[m[0]].number}" if m[0] in values else m[0], text).split())
-        memory = re.findall(r"\b(\w+)(?: \+ static_cast|\[static_cast)", text)
-        epoch = tuple(self.written.get(self.aliases.get(name, -1), 0) for name in memory)
+        inputs = [self.aliases[name] for name in POINTER.findall(text) if name in self.aliases]
+        key = POINTER.sub(lambda m: f"input {self.aliases[m[1]]}" if m[1] in self.aliases else m[1], key)
+        epoch = tuple(self.written.get(at, 0) for at in inputs)
         number = self.numbers.setdefault((key, epoch), len(self.numbers))
         return _Value(number, _type(text, used), "x1" in text or "loadu(" in text or any(v.varies for v in used))
 
