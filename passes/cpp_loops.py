@@ -7,9 +7,7 @@ which computes the same bits, but
   value into every loop that needs it, a square root, a quotient and a decoded state among them);
 - what is the same for all elements (roots and reciprocals of scales, random bits of the row) is computed before the loop.
   The compiler may not do it: for all it knows, the stores in the loop change the scales;
-- comparisons that only choose between two vectors become one comparison and one blend, and bounds that are constants one
-  instruction. ATen makes a vector of each comparison, and looks for NaN in both operands of a maximum. The reductions of
-  a block never see NaN, which is stored as 0, so they need no such look either (`codecs.quantize`).
+- the vectors take fewer instructions (`cpp_vectors`).
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from qcompile.passes.cpp_vectors import RANGE, in_single_vectors, rewrite_constants, rewrite_vectors
+
 HEADER = re.compile(r"for\(int64_t x1=[^\n]*\)\s*(?=\{)")
-RANGE = re.compile(
-    r"for\(int64_t x1=static_cast<int64_t>\(0L\); x1<static_cast<int64_t>\((\d+)L\); x1\+=static_cast<int64_t>\((\d+)L\)\)"
-)
 BLOCK = re.compile(r"\{\s*if\(C10_LIKELY\([^\n]*\)\)\s*(?=\{)")
 DEFINITION = re.compile(r"\s*auto (tmp\d+) =(.*);\s*$", re.DOTALL)
 # A store of a vector, or of the first elements of one: the value, where to, and which element.
@@ -32,58 +29,12 @@ STORE = re.compile(
 LOAD = re.compile(
     r"\s*at::vec::Vectorized<(\w+)>::loadu\((\w+) \+ (static_cast<int64_t>\([^()]*\))(?:, static_cast<int64_t>\((\d+)\))?\)\s*"
 )
-FEW = re.compile(
-    r"at::vec::Vectorized<(u?int8_t|at::BFloat16|at::Half)>::loadu\((\w+ \+ static_cast<int64_t>\([^()]*\)), static_cast<int64_t>\((\d+)\)\)"
-)
-ARANGE = re.compile(r"at::vec::Vectorized<int32_t>::arange\((tmp\d+), 1\)")
 LOCAL_INDEX = "static_cast<int64_t>(x1)"
 POINTER = re.compile(r"\b(\w+)(?= \+ static_cast|\[static_cast)")
+SAME = re.compile(r"\s*\((tmp\d+)\)\s*")
 NAME = re.compile(r"\b(?:tmp\d+|x1|tmp_acc\w+)\b")
-ACCUMULATED = re.compile(r"(tmp_acc\d+_vec) = at::vec::(minimum|maximum)\(\1, (tmp\d+)\)")
-BOUND = re.compile(r"at::vec::(minimum|maximum)\((tmp\d+), (tmp\d+)\)")
-COMPARISON = re.compile(r"auto (tmp\d+) = at::vec::VecMask<float,1>\((tmp\d+) (<=|>=|==|<|>) (tmp\d+)\);")
-CHOICE = re.compile(r"decltype\((tmp\d+)\)::blendv\((tmp\d+), (tmp\d+), (tmp\d+)\.template cast<float,1>\(\)\)")
-COMPARISONS = ("<=", ">=", "==", "<", ">")
 # More operations than this are kept from an earlier loop: a store and a load are two, and take room in the cache.
 WORTH_KEEPING = 3
-# `choose`: `y` where the comparison (its place in COMPARISONS) holds, else `x`. `few`: a vector whose first `count` elements
-# are loaded, in one instruction; ATen's copies them into an array, from which the whole vector cannot be forwarded.
-HELPERS = """
-#if defined(CPU_CAPABILITY_AVX512)
-using floats = __m512;
-#define WIDE(x) _mm512_castsi128_si512(x)
-#elif defined(CPU_CAPABILITY_AVX2) && defined(__GNUC__)
-using floats = __m256;
-#define WIDE(x) _mm256_castsi128_si256(x)
-#endif
-template <int comparison, typename V>
-inline V choose(V a, V b, V x, V y)
-{
-#if defined(WIDE)
-    const floats l = a, r = b, no = x, yes = y;
-    if constexpr (comparison == 0) return floats(l <= r ? yes : no);
-    else if constexpr (comparison == 1) return floats(l >= r ? yes : no);
-    else if constexpr (comparison == 2) return floats(l == r ? yes : no);
-    else if constexpr (comparison == 3) return floats(l < r ? yes : no);
-    else return floats(l > r ? yes : no);
-#else
-    if constexpr (comparison == 0) return V::blendv(x, y, a <= b);
-    else if constexpr (comparison == 1) return V::blendv(x, y, a >= b);
-    else if constexpr (comparison == 2) return V::blendv(x, y, a == b);
-    else if constexpr (comparison == 3) return V::blendv(x, y, a < b);
-    else return V::blendv(x, y, a > b);
-#endif
-}
-template <typename T, int count>
-inline at::vec::Vectorized<T> few(const T* from)
-{
-#if defined(WIDE)
-    if constexpr (sizeof(T) * count == 8) return WIDE(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-    if constexpr (sizeof(T) * count == 16) return WIDE(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#endif
-    return at::vec::Vectorized<T>::loadu(from, count);
-}
-"""
 
 
 class NotKnownError(Exception):
@@ -125,7 +76,7 @@ def rewrite_loops(body: str, locals_: set[str], aliases: dict[str, int]) -> tupl
         locals_: arrays of one block.
         aliases: of each other pointer, which input of the kernel it points to.
     """
-    loops, rest = _parse(body)
+    loops, rest = _parse(in_single_vectors(body))
     kept = _reuse(loops, locals_, aliases) if len({loop.elements for loop in loops}) == 1 else []
     arrays = [f"alignas(64) float {name}[{loops[0].elements[0]}];" for name in kept]
     return "".join(_text(loop) for loop in loops) + rest, arrays
@@ -207,6 +158,8 @@ class _Numbering:
     def _value(self, text: str, values: dict[str, _Value]) -> _Value:
         if (match := LOAD.fullmatch(text)) and match[2] in self.stored:
             return self.stored[match[2]]
+        if (match := SAME.fullmatch(text)) and match[1] in values:
+            return values[match[1]]
         used = [values[name] for name in dict.fromkeys(NAME.findall(text)) if name in values]
         key = " ".join(NAME.sub(lambda m: f"#{values[m[0]].number}" if m[0] in values else m[0], text).split())
         inputs = [self.aliases[name] for name in POINTER.findall(text) if name in self.aliases]
@@ -283,14 +236,21 @@ def _define(loop: _Loop, name: str, text: str) -> None:
 
 def _text(loop: _Loop) -> str:
     """The loop, after what is the same for all elements."""
-    text = FEW.sub(r"few<\1, \3>(\2)", ARANGE.sub(_counted, _with_masks("".join(loop.statements))))
-    first, left = _invariants(list(_statements(text)))
-    return "".join([loop.before, "{", *first, loop.head, *_with_bounds(first, left), loop.tail, "}"])
+    first, left = _invariants(_used(list(_statements(rewrite_vectors("".join(loop.statements))))))
+    tables, left = rewrite_constants(first, left)
+    return "".join([loop.before, "{", *first, *tables, loop.head, *left, loop.tail, "}"])
 
 
-def _counted(match: re.Match[str]) -> str:
-    """Numbers of elements, from a vector that is a constant."""
-    return f"at::vec::Vectorized<int32_t>({match[1]}) + at::vec::Vectorized<int32_t>::arange(0, 1)"
+def _used(statements: Sequence[str]) -> list[str]:
+    """Without definitions of what nothing after them uses; ATen's masks are such where a blend compares by itself."""
+    names: set[str] = set()
+    kept = []
+    for statement in reversed(statements):
+        match = DEFINITION.match(statement)
+        if match is None or match[1] in names:
+            kept.append(statement)
+            names.update(NAME.findall(statement if match is None else match[2]))
+    return kept[::-1]
 
 
 def _invariants(statements: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -308,34 +268,3 @@ def _invariants(statements: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             first.append(statement)
     return first, left
-
-
-def _with_masks(body: str) -> str:
-    masks = {m[1]: (m[2], m[3], m[4]) for m in COMPARISON.finditer(body)}
-
-    def chosen(match: re.Match[str]) -> str:
-        if match[4] not in masks:
-            return match[0]
-        a, operator, b = masks[match[4]]
-        return f"choose<{COMPARISONS.index(operator)}>({a}, {b}, {match[2]}, {match[3]})"
-
-    return CHOICE.sub(chosen, body)
-
-
-def _with_bounds(first: Sequence[str], left: Sequence[str]) -> list[str]:
-    """Maxima and minima with a constant as one instruction, which gives NaN for NaN as well; and those of the reductions."""
-    numbers = dict(
-        m.groups() for s in first if (m := re.match(r"\s*auto (tmp\d+) = static_cast<float>\((-?[\d.e+-]+)\);", s))
-    )
-    vectors = (re.match(r"\s*auto (tmp\d+) = at::vec::Vectorized<float>\((tmp\d+)\);", s) for s in first)
-    constants = {m[1] for m in vectors if m and m[2] in numbers}
-    clamp = {"maximum": "at::vec::clamp_min", "minimum": "at::vec::clamp_max"}
-
-    def bounded(match: re.Match[str]) -> str:
-        kind, a, b = match.groups()
-        if b in constants:
-            return f"{clamp[kind]}({a}, {b})"
-        return f"{clamp[kind]}({b}, {a})" if a in constants else match[0]
-
-    reduced = (ACCUMULATED.sub(lambda m: f"{m[1]} = {clamp[m[2]]}({m[3]}, {m[1]})", s) for s in left)
-    return [BOUND.sub(bounded, s) for s in reduced]

@@ -8,7 +8,6 @@ What changes, beside that the regions are a loop inside:
 - All loops over blocks become one: blocks do not depend on each other, so what one loop leaves for the next is of one block.
   Temporaries of the parameter's size become arrays of one block, which stay in the first cache.
 - The loops over elements do less (`cpp_loops`).
-- A bit cast is one instruction instead of a loop over the elements of a vector (design.md, fact 9).
 - Stores that nothing reads are left out.
 - The scales are finished (`codecs.finish_scales`) and stored where they belong, instead of returned.
 """
@@ -21,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from qcompile.passes.cpp_loops import HELPERS, STORE, NotKnownError, end_of_block, rewrite_loops
+from qcompile.passes.cpp_loops import STORE, NotKnownError, end_of_block, rewrite_loops
+from qcompile.passes.cpp_vectors import HELPERS
 from qcompile.runtime.codecs import LEAST_SCALE
 from qcompile.runtime.formats import Format
 
@@ -34,14 +34,8 @@ LOCAL = re.compile(
     r"^\s*(?:std::unique_ptr<([\w:]+) \[\]> buf_(\w+) = std::make_unique<[\w:]+ \[\]>\((\w+)\);|[\w:]+\* (\w+) = buf_\w+\.get\(\);)$"
 )
 IGNORED = re.compile(
-    r"^\s*(?:[{}]|#pragma omp .*|int tid = omp_get_thread_num\(\);|std::atomic<int> inductor_cpu_integer_div_error\{0\};"
+    r"^\s*(?:[{}]|#pragma (?:omp|GCC) .*|int tid = omp_get_thread_num\(\);|std::atomic<int> inductor_cpu_integer_div_error\{0\};"
     r"|inductor_cpu_integer_div_error_flag = .*;|inductor_cpu_throw_if_integer_div_error\(.*\);)?$"
-)
-BIT_CAST = re.compile(
-    r"\[&\]\(\)\s*\{\s*__at_align__ std::array<(\w+), \d+> tmpbuf0;\s*(\w+)\.store\(tmpbuf0\.data\(\), static_cast<int64_t>\(\d+\)\);"
-    r"\s*__at_align__ std::array<(\w+), \d+> tmpbuf_out;\s*for \(int i = 0; i < static_cast<int64_t>\(\d+\); i\+\+\)\s*"
-    r"\{\s*tmpbuf_out\[i\] = c10::bit_cast<\w+>\(tmpbuf0\[i\]\);\s*\}\s*"
-    r"return at::vec::Vectorized<\w+>::loadu\(tmpbuf_out\.data\(\), static_cast<int64_t>\(\d+\)\);\s*\}\s*\(\)\s*"
 )
 # Elements, in blocks of 256, that one thread updates alone: to wake another takes longer.
 ALONE = 1 << 15
@@ -149,7 +143,6 @@ def _rewritten(module: _Module, returned: Returned) -> ClassFunction:
         body = _of_one_block(body, pointer.name, module.widths[pointer.buffer])
     given_back = {p.name for p in temporaries if p.buffer in module.returned}
     of_one_block = {p.name for p in temporaries} - given_back | {*declared}
-    body = BIT_CAST.sub(r"at::vec::cast<\3, \1>(\2)", body)
     columns = [p.input for p in module.pointers if p.input is not None]
     inputs = {p.name: p.input for p in module.pointers if p.input is not None}
     body, kept = rewrite_loops(body, of_one_block, inputs)
