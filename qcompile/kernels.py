@@ -2,11 +2,10 @@
 
 Inductor generates an update kernel as it would on a GPU, ptxas (or LLVM, for AMD) compiles it for an architecture, and what
 it used is read from the binary. The launch configurations are those that Inductor would start with: for a kernel over
-blocks the one that qcompile gives it, where nothing is quantized each of those that Inductor's heuristics offer.
+blocks the one that qcompile gives it, where nothing is quantized each of those that Inductor's heuristics offer. The
+source is generated for compute capability 9.0 and compiled for every architecture; nothing is run.
 
     >>> print(qcompile.kernels.stats("sm_90", recipe="8bit"))  # doctest: +SKIP
-
-Nothing is run. The source is generated for compute capability 9.0 and compiled for every architecture.
 """
 
 from __future__ import annotations
@@ -79,6 +78,8 @@ class KernelStats:
         stack: bytes per thread that were spilled to local memory, or are addressed there.
         shared: bytes of shared memory per program.
         tensors: those with an element per element or per block of the parameter.
+        refused: why Triton cannot compile it for the architecture (sm_80 has no 8-bit floats, say), else empty. Then the
+            numbers of the binary are 0.
     """
 
     optimizer: str
@@ -95,6 +96,7 @@ class KernelStats:
     stack: int
     shared: int
     tensors: tuple[TensorStats, ...]
+    refused: str = ""
 
     def tensor(self, name: str) -> tuple[TensorStats, ...]:
         """The tensors of a name, in all parts."""
@@ -119,7 +121,7 @@ class Statistics:
 
     def __str__(self) -> str:
         head = ("recipe", "block", "arch", "kernels", "passes", "rows", "warps", "registers", "stack B", "shared B",
-                "load B/el", "store B/el", "most loads, stores", "param B", "grad B")  # fmt: skip
+                "load B/el", "store B/el", "most loads, stores", "param B", "grad B", "")  # fmt: skip
         table = [head, *(_row(kernel) for kernel in self.rows)]
         widths = [max(len(row[i]) for row in table) for i in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
@@ -132,16 +134,16 @@ def _row(kernel: KernelStats) -> tuple[str, ...]:
     wide = [
         sorted({b for t in kernel.tensor(n) for b in (t.load_bytes, t.store_bytes) if b}) for n in ("param", "grad")
     ]
-    numbers = (kernel.kernels, kernel.passes, kernel.rows, kernel.warps, kernel.registers, kernel.stack, kernel.shared)
+    counts = (kernel.block_size, kernel.arch, kernel.kernels, kernel.passes, kernel.rows, kernel.warps)
+    of_binary = ("-",) * 3 if kernel.refused else (kernel.registers, kernel.stack, kernel.shared)
     return (
         kernel.recipe,
-        str(kernel.block_size),
-        kernel.arch,
-        *map(str, numbers),
+        *map(str, (*counts, *of_binary)),
         f"{kernel.loaded:.3f}",
         f"{kernel.stored:.3f}",
         ", ".join(map(str, most)),
         *("/".join(map(str, w)) or "-" for w in wide),
+        kernel.refused,
     )
 
 
@@ -270,14 +272,15 @@ def _compiled(kernel: Kernel, names: list[str], arch: str, subject: tuple[str, s
     accesses = {a.tensor: a for a in accesses_of(kernel)}
     for one in module.kernels:
         for binary, rows in _over_a_table(kernel, arch) if kernel.module else _alone(one, arch):
-            ptx = binary.asm.get("ptx", "")
+            refused = binary if isinstance(binary, str) else ""
+            ptx = "" if refused else binary.asm.get("ptx", "")
             widths = _table_widths(ptx, kernel, module.inputs) if kernel.module else _widths(ptx, one)
             tensors = tuple(
                 TensorStats(called.get(name, name), accesses[name], *widths.get(name, (0, 0)))
                 for name in dict.fromkeys(one.pointers.values())
                 if accesses[name].columns
             )
-            registers, stack = _usage(binary)
+            registers, stack = (0, 0) if refused else _usage(binary)
             yield KernelStats(
                 *subject,
                 arch=arch,
@@ -285,11 +288,12 @@ def _compiled(kernel: Kernel, names: list[str], arch: str, subject: tuple[str, s
                 kernels=len(module.kernels),
                 passes=one.passes,
                 rows=rows,
-                warps=binary.metadata.num_warps,
+                warps=kernel.warps if refused else binary.metadata.num_warps,
                 registers=registers,
                 stack=stack,
-                shared=binary.metadata.shared,
+                shared=0 if refused else binary.metadata.shared,
                 tensors=tensors,
+                refused=refused,
             )
 
 
@@ -312,17 +316,20 @@ def _over_a_table(kernel: Kernel, arch: str) -> Iterator[tuple[Any, int]]:
 
 
 def _binary(source: tuple[Any, ...], arch: str, warps: int, stages: int | None) -> Any:
-    """Compile (function, signature, constants, attributes) for a target."""
+    """Compile (function, signature, constants, attributes) for a target; a string is why Triton refuses to."""
     import triton
-    from triton.compiler import ASTSource
+    from triton.compiler import ASTSource, CompilationError
 
     function, signature, constants, attributes = source
     target = _target(arch)
     # a wavefront of AMD has 64 lanes, where the configuration was made for 32
     options: dict[str, Any] = {"num_warps": max(1, warps * 32 // target.warp_size), "sanitize_overflow": False}
     options |= {} if stages is None else {"num_stages": stages}
-    built = ASTSource(function, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(built, target=target, options=options)
+    try:
+        built = ASTSource(function, signature, constexprs=constants, attrs=attributes)
+        return triton.compile(built, target=target, options=options)
+    except CompilationError as error:
+        return f"not compiled: {str(error).splitlines()[-1]}"
 
 
 def _usage(binary: Any) -> tuple[int, int]:

@@ -31,10 +31,10 @@ REGISTERS = {"5bit": 96, "zip-sr": 76}
 ACCESS = {"5bit": 4, "4bit": 8, "zip-sr": 8, "ze-eden": 8, "torchao-4bit": 8, "bred-4bit": 8}
 
 
-def kernels_of(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+def kernels_of(folder: Path, *arguments: str, arch: str = "sm_90") -> dict[str, dict[str, Any]]:
     pytest.importorskip("triton")
     path = folder / "kernels.json"
-    command = [sys.executable, "-m", "qcompile", "kernels", "--arch", "sm_90", "--json", str(path), *arguments]
+    command = [sys.executable, "-m", "qcompile", "kernels", "--arch", arch, "--json", str(path), *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -75,6 +75,12 @@ def test_one_kernel_that_touches_everything_once(compiled: dict[str, dict[str, A
     for tensor in dense:
         assert tensor["load_bytes"] == ACCESS.get(recipe, 16)
         assert tensor["store_bytes"] in (0, tensor["load_bytes"])
+
+
+def test_what_an_architecture_has_not_is_said(tmp_path: Path) -> None:
+    kernel = kernels_of(tmp_path, "--recipe", "fp8", arch="sm_80")["fp8"]
+    assert "fp8e4nv not supported" in kernel["refused"]
+    assert kernel["registers"] == 0
 
 
 def test_large_blocks_are_held_too(tmp_path: Path) -> None:
