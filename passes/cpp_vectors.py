@@ -130,7 +130,7 @@ def _of_one_width(body: str) -> str:
     if not PAIR.search(body):
         return body
     steps = {int(step) for _, step in RANGE.findall(body)}
-    if len(steps) > 2 or (len(steps) == 2 and max(steps) != 2 * min(steps)):
+    if not 1 <= len(steps) <= 2 or (len(steps) == 2 and max(steps) != 2 * min(steps)):
         return body
     two, one = max(steps), max(steps) // 2
     narrow = body.replace(f"x1+=static_cast<int64_t>({two}L)", f"x1+=static_cast<int64_t>({one}L)")

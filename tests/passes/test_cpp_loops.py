@@ -6,13 +6,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_kernels import CPU, PRECONDITIONERS, PROGRAM, QUANTIZED, agree, built, run, storage_of
+from test_kernels import (
+    CORRECTION,
+    CPU,
+    PRECONDITIONERS,
+    PROGRAM,
+    QUANTIZED,
+    RATE,
+    agree,
+    built,
+    dense_values,
+    run,
+    storage_of,
+)
 
 from qcompile.passes.cpp_loops import NotKnownError, rewrite_loops
 from qcompile.passes.cpp_vectors import rewrite_vectors
 from qcompile.passes.lower import lower
-from qcompile.passes.quantize_update import quantize_update
+from qcompile.passes.quantize_update import Storage, quantize_update
 from qcompile.recipes import RECIPES
+from qcompile.runtime.launch import Layout, Region, UpdateClass
+from qcompile.runtime.state import QuantizedState
 
 LOAD = "at::vec::Vectorized<float>::loadu({} + static_cast<int64_t>(x1 + 256L*x0), static_cast<int64_t>(8))"
 COSTLY = """
@@ -123,13 +137,29 @@ def test_one_thread_has_a_class_function_too() -> None:
     agree(found, run(built(storage), storage, 5, storage[2].block_size))
 
 
-def test_half_precision_has_one_kind_of_loop() -> None:
-    """Inductor takes vectors in pairs in some of the loops of a kernel with 16-bit inputs."""
-    operands = tuple(replace(o, dtype=torch.bfloat16) if o.role != "state" else o for o in PROGRAM.operands)
-    update = quantize_update(
-        replace(PROGRAM, operands=operands), storage_of(RECIPES["8bit"]), CPU, False, PRECONDITIONERS
-    )
-    kernel = lower(update, CPU, {})
-    assert "VectorizedN" in kernel.module
+@pytest.mark.parametrize("storage", [storage_of(RECIPES["8bit"]), (None,) * 4], ids=["8bit", "dense"])
+def test_half_precision(storage: Storage) -> None:
+    """Inductor takes vectors in pairs in some of the loops of a kernel with 16-bit inputs, and single ones in others."""
+    operands = tuple(replace(o, dtype=torch.bfloat16) for o in PROGRAM.operands)
+    program = replace(PROGRAM, operands=operands)
+    formats = tuple(torch.bfloat16 if fmt is None else fmt for fmt in storage)
+    kernel = lower(quantize_update(program, formats, CPU, False, PRECONDITIONERS), CPU, {})
     assert kernel.call_table is not None
-    assert "VectorizedN" not in kernel.source
+    layout = Layout(storage, (True, False, True, True), lambda: (RATE, CORRECTION), 2, ())
+    found = []
+    for one in (kernel, replace(kernel, call_table=None)):
+        p, g, m, v = (x.bfloat16() for x in dense_values(37, 256))
+        if storage[3] is not None:
+            v = QuantizedState.quantize(v, storage[3], key=7)
+            m = QuantizedState.quantize(m, storage[2], key=8, partner=v)
+        region = Region((p, g, m, v), (), p)
+        kernels = (one, None) if storage[3] is not None else (None, one)
+        with torch.no_grad():
+            UpdateClass(layout, [region], *kernels, CPU).run([])
+        found.append([p, *(x.dequantize() if isinstance(x, QuantizedState) else x for x in (m, v))])
+    for of_class, alone in zip(*found, strict=True):  # a product and a sum, in one instruction or two, before rounding
+        torch.testing.assert_close(of_class, alone, rtol=2**-7, atol=1e-6)
+        assert (of_class == alone).float().mean() > 0.99
+    if storage[3] is not None:
+        assert "VectorizedN" in kernel.module
+        assert "VectorizedN" not in kernel.source
