@@ -11,6 +11,7 @@ if (_checkout / "pyproject.toml").exists() and str(_checkout) not in __path__:
 
 from qcompile.backend import qstate  # noqa: E402
 from qcompile.exc import (  # noqa: E402
+    CheckpointError,
     FormatMismatchError,
     InvalidFormatError,
     InvalidOptionError,
@@ -27,12 +28,14 @@ from qcompile.explain import Report, explain  # noqa: E402
 from qcompile.marks import mark_state, state_like  # noqa: E402
 from qcompile.overrides import Override  # noqa: E402
 from qcompile.recipes import RECIPES, Recipe  # noqa: E402
+from qcompile.runtime.checkpoint import dense_state_dict, flat_state_dict, load_flat_state_dict  # noqa: E402
 from qcompile.runtime.formats import Format  # noqa: E402
 from qcompile.runtime.state import QuantizedState  # noqa: E402
 from qcompile.step import train_step  # noqa: E402
 
 __all__ = [
     "RECIPES",
+    "CheckpointError",
     "Format",
     "FormatMismatchError",
     "InvalidFormatError",
@@ -49,7 +52,10 @@ __all__ = [
     "UnknownRecipeError",
     "UnmatchedOverrideError",
     "UnsupportedTorchError",
+    "dense_state_dict",
     "explain",
+    "flat_state_dict",
+    "load_flat_state_dict",
     "mark_state",
     "qstate",
     "state_like",

@@ -80,6 +80,16 @@ class LostPartnerError(QCompileError):
         )
 
 
+class CheckpointError(QCompileError, ValueError):
+    """Saved state that cannot be read. Nothing was loaded."""
+
+    def __init__(self, found: str, allowed: str) -> None:
+        super().__init__(
+            f"{found}; this version of qcompile reads {allowed}. If the file is whole, load it with the version that wrote "
+            "it, and save qcompile.dense_state_dict(optimizer), which every version and torch.optim read."
+        )
+
+
 class NotQuantizedError(QCompileError):
     """`strict=True`, and some optimizer state stays dense."""
 

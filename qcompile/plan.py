@@ -82,11 +82,14 @@ def apply_plans(compiled: CompiledGraph, options: Options) -> bool:
 
     A second moment is converted before the first moment that is stored relative to it. A state that is relative to one
     which the graph writes, and is not written with it, would change its meaning: it is stored by itself from now on.
-    True where a state that is an argument of the graph is another kind of tensor now: Dynamo has traced the old one.
+    True where Dynamo has traced another kind of tensor: a state that is an argument of the graph was converted, or one in
+    the graph was quantized, as a checkpoint had it, and is dense now.
     """
     seen: set[int] = set()
     arguments = [n for n in compiled.inputs.state if n.op == "placeholder"]
     before = [_traced(compiled.inputs.state[n]) for n in arguments]
+    held = [slot for n, slot in compiled.inputs.state.items() if n.op != "placeholder"]
+    quantized = [slot for slot in held if isinstance(slot.get(), QuantizedState)]
     for group in compiled.classes:
         summary = ClassSummary(len(group.regions), group.quantized, group.dense)
         for item in group.regions:
@@ -96,7 +99,8 @@ def apply_plans(compiled: CompiledGraph, options: Options) -> bool:
         _apply(plan, None, seen, options.seed)
     plans = [plan for group in compiled.classes for item in group.regions for plan in item.plans.values()]
     set_apart = _set_apart([plan for plan in plans if plan.written], options)
-    return set_apart or before != [_traced(compiled.inputs.state[n]) for n in arguments]
+    now_dense = any(not isinstance(slot.get(), QuantizedState) for slot in quantized)
+    return set_apart or now_dense or before != [_traced(compiled.inputs.state[n]) for n in arguments]
 
 
 def _set_apart(plans: Sequence[StatePlan], options: Options) -> bool:

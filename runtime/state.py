@@ -13,6 +13,8 @@ Write to the state itself: `state.copy_(...)`, `state[rows] = 0`, `state.mul_(0.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from qcompile._compat import is_fake, tree_flatten, tree_unflatten
-from qcompile.exc import LostPartnerError
+from qcompile.exc import CheckpointError, LostPartnerError
 from qcompile.runtime.codecs import Context, decode_blocks, encode_blocks, in_parts, update_denominator
 from qcompile.runtime.formats import Format
 from qcompile.runtime.layout import flat, like
@@ -29,6 +31,8 @@ from qcompile.runtime.rounding import Draw
 
 # Eager encoding makes temporaries of several times its input: this many elements at a time keeps them small.
 CHUNK = 1 << 20
+# Version of what a saved state consists of, see `rebuild`.
+LAYOUT = 1
 
 
 def parts_of(fmt: Format) -> tuple[str, ...]:
@@ -248,8 +252,9 @@ class QuantizedState(torch.Tensor):
         return cast(QuantizedState, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        arguments = (self.codes, self.scale, self.tail, self.counter, self._metadata(), self.partner)
-        return QuantizedState, arguments
+        shape, stride, dtype, fmt = self._metadata()
+        record = (LAYOUT, shape, stride, dtype, dataclasses.asdict(fmt), self.is_apart)
+        return rebuild, (record, self.codes, self.scale, self.tail, self.counter, self.partner)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedState({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -275,6 +280,44 @@ class QuantizedState(torch.Tensor):
         if func in _CARRIED:
             return _CARRIED[func](*args, **kwargs)
         return _run_dense(func, args, kwargs)
+
+
+def rebuild(
+    record: Sequence[Any],
+    codes: Tensor,
+    scale: Tensor,
+    tail: Tensor,
+    counter: Tensor | None,
+    partner: QuantizedState | None = None,
+) -> QuantizedState:
+    """A state from what was saved of it: (layout, shape, stride, dtype, fields of the format, is_apart), and its tensors.
+
+    Raises:
+        CheckpointError: it was saved in a layout or a format that this version does not know, or tensors do not fit.
+    """
+    if not record or record[0] != LAYOUT or len(record) != 6:
+        raise CheckpointError(f"quantized state has layout {record[0] if record else None!r}", f"layout {LAYOUT}")
+    _, shape, stride, dtype, fields, is_apart = record
+    known = {field.name for field in dataclasses.fields(Format)}
+    if unknown := sorted(fields.keys() - known):
+        raise CheckpointError(f"a format has fields {', '.join(unknown)}", f"fields {', '.join(sorted(known))}")
+    fmt = Format(**fields)
+    blocks, rest = divmod(math.prod(shape), fmt.block_size)
+    expected = {
+        "codes": ((blocks, fmt.code_bytes), fmt.code_dtype),
+        "scale": ((blocks, fmt.scale_count), fmt.scale_dtype),
+        "tail": ((rest,), torch.float32),
+    } | ({"counter": ((2,), torch.int32)} if fmt.random else {})
+    for (name, (size, kind)), tensor in zip(expected.items(), (codes, scale, tail, counter), strict=False):
+        if tensor is None or tuple(tensor.shape) != size or tensor.dtype != kind:
+            found = None if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise CheckpointError(f"{name} of a state of shape {tuple(shape)} in {fmt} is {found}", f"{size} {kind}")
+    state = QuantizedState(codes, scale, tail, counter, (tuple(shape), tuple(stride), dtype, fmt), partner)
+    state.is_apart = bool(is_apart)
+    return state
+
+
+torch.serialization.add_safe_globals([rebuild])  # for torch.load(weights_only=True), its default
 
 
 def _run_dense(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
