@@ -12,6 +12,8 @@ import torch
 from tqdm import tqdm
 
 from qcompile import bench_command
+from qcompile.convert import ONE_STATE, TARGETS, convert_file
+from qcompile.exc import CheckpointError
 from qcompile.explain import note_of
 from qcompile.kernels import ARCHITECTURES, KernelStats, Statistics, stats
 from qcompile.recipes import RECIPES, Recipe
@@ -37,9 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kernels.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients")
     kernels.add_argument("--block-size", type=int, help="elements per scale; the recipe's own by default")
     kernels.add_argument("--json", type=Path, metavar="FILE", help="write every number there, too")
+    conversion = commands.add_parser(
+        "convert", help="optimizer checkpoints of torch.optim, bitsandbytes, TorchAO and qcompile into each other"
+    )
+    conversion.add_argument("source", type=Path, metavar="IN", help="a file of torch.save")
+    conversion.add_argument("target", type=Path, metavar="OUT")
+    conversion.add_argument("--to", required=True, choices=TARGETS, metavar="FORMAT", help=", ".join(TARGETS))
+    conversion.add_argument("--key", help="where in the file the optimizer's state dict is; default: it is the file")
+    conversion.add_argument("--optimizer", choices=ONE_STATE, help="for files of bitsandbytes with one state")
     given = parser.parse_args(arguments)
     if given.command == "bench":
         bench_command.run(given, bench)
+    elif given.command == "convert":
+        try:
+            convert_file(given.source, given.target, given.to, given.key, given.optimizer)
+        except CheckpointError as error:
+            parser.error(str(error))
     else:
         print(recipe_table() if given.command == "recipes" else kernel_table(given))
 

@@ -32,14 +32,16 @@ def dense_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     What torch.optim itself would have saved, up to rounding: the stock optimizer loads it without qcompile.
     """
 
-    def dense(value: Any) -> Any:
-        if isinstance(value, QuantizedState):
-            return value.dequantize()
-        if isinstance(value, dict):
-            return {key: dense(item) for key, item in value.items()}
-        return type(value)(map(dense, value)) if type(value) in (list, tuple) else value
+    return {key: dense_values(value) for key, value in optimizer.state_dict().items()}
 
-    return {key: dense(value) for key, value in optimizer.state_dict().items()}
+
+def dense_values(value: Any) -> Any:
+    """A value, dicts, lists and tuples of them, with quantized states as dense tensors."""
+    if isinstance(value, QuantizedState):
+        return value.dequantize()
+    if isinstance(value, dict):
+        return {key: dense_values(item) for key, item in value.items()}
+    return type(value)(map(dense_values, value)) if type(value) in (list, tuple) else value
 
 
 def flat_state_dict(optimizer: Optimizer) -> dict[str, Tensor]:
