@@ -238,6 +238,8 @@ def _text(loop: _Loop) -> str:
     """The loop, after what is the same for all elements."""
     first, left = _invariants(_used(list(_statements(rewrite_vectors("".join(loop.statements))))))
     tables, left = rewrite_constants(first, left)
+    used = set(_used([*first, *left]))  # a chain that became a look-up has links that nothing uses
+    first, left = ([s for s in part if s in used] for part in (first, left))
     return "".join([loop.before, "{", *first, *tables, loop.head, *left, loop.tail, "}"])
 
 

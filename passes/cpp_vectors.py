@@ -163,9 +163,9 @@ def _with_masks(body: str) -> str:
 
 def _constants(first: Sequence[str]) -> dict[str, str]:
     """The vectors of one number, and that number."""
-    numbers = dict(m.groups() for s in first if (m := NUMBER.fullmatch(s)))
-    vectors = [m.groups() for s in first if (m := VECTOR.fullmatch(s))]
-    return {vector: numbers[number] for vector, number in vectors if number in numbers}
+    numbers = {m[1]: m[2] for s in first if (m := NUMBER.fullmatch(s))}
+    vectors = {m[1]: m[2] for s in first if (m := VECTOR.fullmatch(s))}
+    return {vector: numbers[number] for vector, number in vectors.items() if number in numbers}
 
 
 def _with_bounds(constants: dict[str, str], left: Sequence[str]) -> list[str]:
@@ -194,7 +194,9 @@ def _with_tables(constants: dict[str, str], left: list[str]) -> tuple[list[str],
     inner = {before for _, _, before, _ in links.values()}
     tables: dict[tuple[str, ...], str] = {}
     for name in (n for n in links if n not in inner):
-        x, values, borders, at = links[name][0], [], [], name
+        x, at = links[name][0], name
+        values: list[str] = []
+        borders: list[float] = []
         while at in links and links[at][0] == x:
             _, border, at, value = links[at]
             values.insert(0, constants[value])

@@ -132,6 +132,28 @@ def _decoded_where_used() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _cheaper_bookkeeping() -> Iterator[None]:
+    """Two things that Inductor does again for every operation it generates, a third of its time on an update kernel.
+
+    `DtypePropagationOpsHandler` is a singleton whose `__init__` fills in 200 attributes at each use, and bounds that are the
+    same are intersected through sympy (torch 2.11 to 2.14).
+    """
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    DtypePropagationOpsHandler()  # the one there is, filled in
+
+    def tighten(self: Any, other: Any) -> Any:
+        return self if self is other or self == other else self & other
+
+    with (
+        mock.patch.object(DtypePropagationOpsHandler, "__init__", return_value=None),
+        mock.patch.object(ValueRanges, "tighten", tighten),
+    ):
+        yield
+
+
 def launch_of(columns: int, parts: int) -> tuple[int, int]:
     """Rows and warps of a Triton program over rows of `columns` elements, one of the `parts` of a block: 128 threads or more,
     each with four elements of the block (16 bytes of fp32), or one of each part."""
@@ -253,6 +275,7 @@ def lower_with_inductor(
         _outer_loop_fusion_without_key_error(),
         _one_pass_reductions(parts),
         _decoded_where_used(),
+        _cheaper_bookkeeping(),
         _compiled_when_called(),
     ):
         compiled = compile_fx_inner(gm, list(inputs))

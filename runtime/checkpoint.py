@@ -160,9 +160,9 @@ class _Reader:
         elif kind == "quantized":
             fields = {k: _dtype(v) if k.endswith("dtype") else v for k, v in tree["format"].items()}
             record = (LAYOUT, tree["shape"], tree["stride"], _dtype(tree["dtype"]), fields, tree["is_apart"])
-            parts = [self._entry(f"{value}.{name}").clone() for name in ("codes", "scale", "tail")]
+            codes, scale, tail = (self._entry(f"{value}.{name}").clone() for name in ("codes", "scale", "tail"))
             counter = self.flat.get(f"{value}.counter")
-            self.made[value] = rebuild(record, *parts, None if counter is None else counter.clone())
+            self.made[value] = rebuild(record, codes, scale, tail, None if counter is None else counter.clone())
         else:
             raise CheckpointError(f"an entry is a {kind!r}", f"those of layout {LAYOUT}")
         return self.made[value]

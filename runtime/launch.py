@@ -124,19 +124,33 @@ class UpdateClass:
         self.layout, self.regions, self.device = layout, tuple(regions), device
         self.quantized, self.dense = quantized, dense
         self.parts = 1 if quantized is None else quantized.parts
-        self.static = [_static_views(region, layout, self.parts) for region in self.regions]
         written = [i for i, is_written in enumerate(layout.written) if is_written]
         random = {i for i, fmt in enumerate(layout.storage) if fmt is not None and fmt.random}
         self._written_dense = [i for i in written if layout.storage[i] is None]
         self._random, self._counted = bool(random), [i for i in written if i in random]
-        kernels = [kernel for kernel in (quantized, dense) if kernel is not None]
+        self._bind()
+
+    def _bind(self) -> None:
+        """Look up where everything is that keeps its address, and enter it in the tables."""
+        layout, parts = self.layout, self.parts
+        self.static = [_static_views(region, layout, parts) for region in self.regions]
+        self._places = [
+            (source, source.data_ptr())
+            for region, static in zip(self.regions, self.static, strict=True)
+            for source, view in zip(region.operands, static, strict=True)
+            if view is not None and isinstance(source, Tensor) and not isinstance(source, QuantizedState)
+        ]
+        kernels = [kernel for kernel in (self.quantized, self.dense) if kernel is not None]
         by_table = all(kernel.call_table is not None for kernel in kernels)
-        if device.type != "cpu":  # with 32-bit indices
+        if self.device.type != "cpu":  # with 32-bit indices
             by_table &= all(region.model.numel() <= LAUNCH for region in self.regions)
-        self._tables = Tables(layout, self.regions, self.static, quantized, dense, device) if by_table else None
+        bound = (layout, self.regions, self.static, self.quantized, self.dense, self.device)
+        self._tables = Tables(*bound) if by_table else None
 
     def run(self, args: Sequence[Any]) -> None:
         """Update every region. `args` are the arguments of the compiled graph."""
+        if any(tensor.data_ptr() != place for tensor, place in self._places):  # `param.data = ...`, which no guard sees
+            self._bind()
         if self._tables is not None:
             stores = self._tables.run(self._results(args), args)
             launches.count += self._tables.launches
