@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from qcompile.passes.cpp_vectors import RANGE, in_single_vectors, rewrite_constants, rewrite_vectors
+from qcompile.passes.cpp_vectors import EIGHT_BYTES, RANGE, in_single_vectors, rewrite_constants, rewrite_vectors
 
 HEADER = re.compile(r"for\(int64_t x1=[^\n]*\)\s*(?=\{)")
 BLOCK = re.compile(r"\{\s*if\(C10_LIKELY\([^\n]*\)\)\s*(?=\{)")
@@ -76,8 +76,11 @@ def rewrite_loops(body: str, locals_: set[str], aliases: dict[str, int]) -> tupl
         locals_: arrays of one block.
         aliases: of each other pointer, which input of the kernel it points to.
     """
-    loops, rest = _parse(in_single_vectors(body))
-    kept = _reuse(loops, locals_, aliases) if len({loop.elements for loop in loops}) == 1 else []
+    body = in_single_vectors(body)
+    loops, rest = _parse(body)
+    # what is kept is a float or an int32 per element, in one vector
+    is_plain = len({loop.elements for loop in loops}) == 1 and not ("VectorizedN" in body or EIGHT_BYTES.search(body))
+    kept = _reuse(loops, locals_, aliases) if is_plain else []
     arrays = [f"alignas(64) float {name}[{loops[0].elements[0]}];" for name in kept]
     return "".join(_text(loop) for loop in loops) + rest, arrays
 

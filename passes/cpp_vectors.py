@@ -29,6 +29,10 @@ FEW = re.compile(
 )
 ARANGE = re.compile(r"at::vec::Vectorized<int32_t>::arange\((tmp\d+), 1\)")
 PAIR = re.compile(r"VectorizedN<\w+, ?2>")
+# Vectors of half as many elements as one of floats has, which are pairs where those are single.
+EIGHT_BYTES = re.compile(r"\b(?:Vectorized|VectorizedN|VecMask|convert|cast)<[^<>]*\b(?:double|int64_t)\b")
+# Loads and stores of as many elements as their vector has, whatever the loop's step.
+UNCOUNTED = re.compile(r"(?:loadu|\.store)\(\w+ \+ static_cast<int64_t>\([^()]*\)\)")
 CONVERTED = re.compile(r"convert<[\w:]+,\d,")
 # Types and functions of two vectors, and of one.
 IN_PAIRS = [
@@ -127,7 +131,7 @@ def _of_one_width(body: str) -> str:
 
     Then all loops see the same elements, and one can use what another computed.
     """
-    if not PAIR.search(body):
+    if not PAIR.search(body) or EIGHT_BYTES.search(body) or UNCOUNTED.search(_wide_loops(body)):
         return body
     steps = {int(step) for _, step in RANGE.findall(body)}
     if not 1 <= len(steps) <= 2 or (len(steps) == 2 and max(steps) != 2 * min(steps)):
@@ -138,6 +142,13 @@ def _of_one_width(body: str) -> str:
     for pattern, text in IN_PAIRS:
         narrow = pattern.sub(text, narrow)
     return body if "VectorizedN" in narrow or CONVERTED.search(narrow) else narrow
+
+
+def _wide_loops(body: str) -> str:
+    """From the first loop with the largest step on, for each of them up to the next loop."""
+    starts = [*(m.start() for m in RANGE.finditer(body)), len(body)]
+    steps = [int(step) for _, step in RANGE.findall(body)]
+    return "".join(body[a:b] for a, b, s in zip(starts, starts[1:], steps, strict=False) if s == max(steps))
 
 
 def _cast(match: re.Match[str]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def convert_file(source: Path, target: Path, to: str, key: str | None = None, op
     _import_torchao()
     try:
         whole = torch.load(source, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError) as error:
+    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"{source} cannot be read ({str(error).splitlines()[0]})", "files of torch.save"
         ) from error

@@ -83,13 +83,13 @@ def apply_plans(compiled: CompiledGraph, options: Options) -> bool:
     A second moment is converted before the first moment that is stored relative to it. A state that is relative to one
     which the graph writes, and is not written with it, would change its meaning: it is stored by itself from now on.
     True where Dynamo has traced another kind of tensor: a state that is an argument of the graph was converted, or one in
-    the graph was quantized, as a checkpoint had it, and is dense now.
+    the graph had values in another format, as a checkpoint leaves it.
     """
     seen: set[int] = set()
     arguments = [n for n in compiled.inputs.state if n.op == "placeholder"]
     before = [_traced(compiled.inputs.state[n]) for n in arguments]
     held = [slot for n, slot in compiled.inputs.state.items() if n.op != "placeholder"]
-    quantized = [slot for slot in held if isinstance(slot.get(), QuantizedState)]
+    quantized = [(slot, _traced(slot)) for slot in held if isinstance(slot.get(), QuantizedState)]
     for group in compiled.classes:
         summary = ClassSummary(len(group.regions), group.quantized, group.dense)
         for item in group.regions:
@@ -99,8 +99,8 @@ def apply_plans(compiled: CompiledGraph, options: Options) -> bool:
         _apply(plan, None, seen, options.seed)
     plans = [plan for group in compiled.classes for item in group.regions for plan in item.plans.values()]
     set_apart = _set_apart([plan for plan in plans if plan.written], options)
-    now_dense = any(not isinstance(slot.get(), QuantizedState) for slot in quantized)
-    return set_apart or now_dense or before != [_traced(compiled.inputs.state[n]) for n in arguments]
+    had_values = any(traced != _traced(slot) and not _is_zero(slot.get()) for slot, traced in quantized)
+    return set_apart or had_values or before != [_traced(compiled.inputs.state[n]) for n in arguments]
 
 
 def _set_apart(plans: Sequence[StatePlan], options: Options) -> bool:
@@ -150,6 +150,11 @@ def _traced(slot: Slot) -> object:
     if not isinstance(value, QuantizedState):
         return type(value)
     return [(t.shape, t.stride(), t.dtype) for t in value.stored]
+
+
+def _is_zero(value: Tensor) -> bool:
+    """Whether it is as it was made, for a first step, and no Dynamo guard depends on its shapes yet."""
+    return isinstance(value, QuantizedState) and not (value.codes.view(torch.uint8).any() or value.tail.any())
 
 
 def _is_relative(plan: StatePlan) -> bool:

@@ -23,7 +23,7 @@ from qcompile.runtime.state import LAYOUT, QuantizedState, rebuild
 SHAPES = ((40, 103),)  # blocks and a tail
 QUANTIZED = [recipe.name for recipe in RECIPES.values() if recipe.quantized]
 # One recipe per way to store, and classes with state of different kinds; the others are for `pytest -m slow`.
-QUICK = {"8bit", "4bit", "unbiased-8bit", "zip-sr", "Adam", "AdamW", "SGD", "Muon"}
+QUICK = {"8bit", "unbiased-8bit", "zip-sr", "AdamW", "SGD", "Muon", "8bit to 4bit"}
 # Every class of torch.optim with state of a parameter's size that is quantized by default.
 CLASSES: dict[str, dict[str, Any]] = {
     "Adadelta": {},
@@ -171,11 +171,10 @@ def test_a_file_is_as_small_as_the_state(trained: Run) -> None:
     assert sum(v.nbytes for k, v in flat.items() if k.startswith("state.")) == report.state_bytes
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [("8bit", "4bit"), ("4bit", "8bit"), ("8bit", "torchao-8bit"), ("fp8", "zip-sr")]
-)
-def test_another_recipe_takes_the_state_over(before: str, after: str) -> None:
+@pytest.mark.parametrize("change", some_slow(["8bit to 4bit", "4bit to 8bit", "8bit to torchao-8bit", "fp8 to zip-sr"]))
+def test_another_recipe_takes_the_state_over(change: str) -> None:
     """Converted on the first step, as near as the coarser of the two formats is."""
+    before, _, after = change.split()
     first = Run(recipe=before).train(3)
     second = Run(recipe=after).goes_on_from(first, saved(first.optimizer.state_dict()), load_whole)
     dense = Run(recipe="dense").goes_on_from(first, saved(first.optimizer.state_dict()), load_whole)
@@ -242,14 +241,6 @@ def test_what_has_no_flat_form_is_named() -> None:
     run.optimizer.state[run.params[0]]["note"] = {1, 2}
     with pytest.raises(qcompile.CheckpointError, match=r"state\.0\.note is of type set"):
         qcompile.flat_state_dict(run.optimizer)
-
-
-def test_a_half_written_file_loads_nothing(trained: Run) -> None:
-    file = io.BytesIO()
-    torch.save(trained.optimizer.state_dict(), file)
-    half = io.BytesIO(file.getvalue()[: file.tell() // 2])
-    with pytest.raises(RuntimeError, match="zip archive"):
-        torch.load(half)
 
 
 def as_bytes(value: Any) -> Tensor:

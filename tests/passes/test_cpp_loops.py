@@ -21,7 +21,7 @@ from test_kernels import (
 )
 
 from qcompile.passes.cpp_loops import NotKnownError, rewrite_loops
-from qcompile.passes.cpp_vectors import rewrite_vectors
+from qcompile.passes.cpp_vectors import in_single_vectors, rewrite_vectors
 from qcompile.passes.lower import lower
 from qcompile.passes.quantize_update import Storage, quantize_update
 from qcompile.recipes import RECIPES
@@ -135,6 +135,18 @@ def test_one_thread_has_a_class_function_too() -> None:
     finally:
         torch.set_num_threads(threads)
     agree(found, run(built(storage), storage, 5, storage[2].block_size))
+
+
+def test_vectors_of_doubles_are_pairs_and_stay() -> None:
+    """Beside fp64 a vector of floats and a pair of doubles have as many elements: narrowing wrote beyond the tensor."""
+    double = LOAD.format("in_ptr0").replace("Vectorized<float>", "VectorizedN<double,2>")
+    body = first().replace(LOAD.format("in_ptr0"), double)
+    assert in_single_vectors(body) == body
+    text, arrays = rewrite_loops(body + body.replace("out_ptr0", "out_ptr1"), set(), ALIASES)
+    assert arrays == []
+    assert "VectorizedN<double,2>" in text
+    uncounted = first().replace("Vectorized<float>", "VectorizedN<float,2>").replace("(8L)", "(16L)")
+    assert in_single_vectors(uncounted) == uncounted, "tmp3.store(out_ptr0 + ...) does not say how many"
 
 
 @pytest.mark.parametrize("storage", [storage_of(RECIPES["8bit"]), (None,) * 4], ids=["8bit", "dense"])
