@@ -35,7 +35,7 @@ ONE_STATE = {"sgd": "momentum_buffer", "lion": "exp_avg", "rmsprop": "square_avg
 TORCHAO = {"torchao-8bit": "OptimState8bit", "torchao-4bit": "OptimState4bit", "torchao-fp8": "OptimStateFp8"}
 # Written by the package itself, in its classes; our recipes of the first two names are `qcompile:torchao-8bit` and so on.
 TARGETS = ("torch", "bitsandbytes", *TORCHAO, *(f"qcompile:{r.name}" for r in RECIPES.values() if r.quantized))
-SECOND = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf", "prev")
+SECOND = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf")
 
 
 def convert(state_dict: dict[str, Any], to: str, optimizer: str | None = None) -> dict[str, Any]:
@@ -47,13 +47,15 @@ def convert(state_dict: dict[str, Any], to: str, optimizer: str | None = None) -
         optimizer: `sgd`, `lion`, `rmsprop` or `adagrad`, for files of bitsandbytes with one state, which do not say it.
 
     Raises:
-        CheckpointError: it is no optimizer's state dict, `to` is not known, or a state has no place in the target.
+        CheckpointError: it is no optimizer's state dict, `to` or `optimizer` is not known, or a state has no place in the target.
     """
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         found = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
         raise CheckpointError(f"there is {found}", "an optimizer's state dict, with 'state' and 'param_groups'")
     if to not in TARGETS:
         raise CheckpointError(f"the target is {to!r}", ", ".join(TARGETS))
+    if optimizer is not None and optimizer not in ONE_STATE:
+        raise CheckpointError(f"the optimizer is {optimizer!r}", ", ".join(ONE_STATE))
     eps = {i: g.get("eps", 0.0) for g in state_dict["param_groups"] for i in g["params"]}
     state = {}
     for index, entry in state_dict["state"].items():
@@ -75,8 +77,6 @@ def convert_file(source: Path, target: Path, to: str, key: str | None = None, op
     Raises:
         CheckpointError: as `convert`; also where there is no such key, or the file is cut off.
     """
-    if optimizer is not None and optimizer not in ONE_STATE:
-        raise CheckpointError(f"the optimizer is {optimizer!r}", ", ".join(ONE_STATE))
     _import_torchao()
     try:
         whole = torch.load(source, map_location="cpu", weights_only=True)

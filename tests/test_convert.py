@@ -191,6 +191,8 @@ def test_errors_name_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixtur
         convert.convert({"model": 1}, "torch")
     with pytest.raises(qcompile.CheckpointError, match="the target is 'jax'"):
         convert.convert(stock(), "jax")
+    with pytest.raises(qcompile.CheckpointError, match="the optimizer is 'adam'"):
+        convert.convert(stock(), "torch", "adam")
     with_three = stock()
     with_three["state"][0]["max_exp_avg_sq"] = torch.ones(64, 96)
     with pytest.raises(qcompile.CheckpointError, match="parameter 0 has states exp_avg, exp_avg_sq, max_exp_avg_sq"):
