@@ -45,17 +45,20 @@ NEEDED = (
     ("torch._inductor.config", "max_fusion_size"),
     ("torch._inductor.decomposition", "select_decomp_table"),
     ("torch._inductor.graph", "GraphLowering.codegen GraphLowering.compile_to_module"),
+    ("torch._inductor.dtype_propagation", "DtypePropagationOpsHandler"),
     ("torch._inductor.ir", "StorageBox.has_exceeded_max_reads StorageBox.should_realize_on_reuse"),
-    ("torch._inductor.loop_body", "LoopBody.get_read_expr"),
+    ("torch._inductor.ir", "Pointwise.make_loader"),
+    ("torch._inductor.loop_body", "InterpreterShim.run_node LoopBody.get_read_expr"),
     ("torch._inductor.runtime.hints", "DeviceProperties.create"),
     ("torch._inductor.scheduler", "has_triton"),
     ("torch._inductor.utils", "fresh_cache"),
-    ("torch._inductor.virtualized", "V.set_fake_mode V.set_choices_handler"),
+    ("torch._inductor.virtualized", "V.get_ops_handler V.set_fake_mode V.set_choices_handler"),
     ("torch._guards", "TracingContext tracing"),
     ("torch._subclasses", "FakeTensorMode"),
     ("torch.fx.experimental.proxy_tensor", "make_fx"),
     ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.create_symbol ShapeEnv.create_symintnode"),
     ("torch.func", "functionalize"),
+    ("torch.utils._sympy.value_ranges", "ValueRanges.tighten"),
 )
 
 

@@ -14,6 +14,8 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
+from qcompile._compat_compile_time import less_repeated_work
+
 log = logging.getLogger("qcompile")
 
 
@@ -128,28 +130,6 @@ def _decoded_where_used() -> Iterator[None]:
     with (
         mock.patch.object(StorageBox, "should_realize_on_reuse", should_realize_on_reuse),
         mock.patch.object(StorageBox, "has_exceeded_max_reads", has_exceeded_max_reads),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _cheaper_bookkeeping() -> Iterator[None]:
-    """Two things that Inductor does again for every operation it generates, a third of its time on an update kernel.
-
-    `DtypePropagationOpsHandler` is a singleton whose `__init__` fills in 200 attributes at each use, and bounds that are the
-    same are intersected through sympy (torch 2.11 to 2.14).
-    """
-    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
-    from torch.utils._sympy.value_ranges import ValueRanges
-
-    DtypePropagationOpsHandler()  # the one there is, filled in
-
-    def tighten(self: Any, other: Any) -> Any:
-        return self if self is other or self == other else self & other
-
-    with (
-        mock.patch.object(DtypePropagationOpsHandler, "__init__", return_value=None),
-        mock.patch.object(ValueRanges, "tighten", tighten),
     ):
         yield
 
@@ -275,7 +255,7 @@ def lower_with_inductor(
         _outer_loop_fusion_without_key_error(),
         _one_pass_reductions(parts),
         _decoded_where_used(),
-        _cheaper_bookkeeping(),
+        less_repeated_work(),
         _compiled_when_called(),
     ):
         compiled = compile_fx_inner(gm, list(inputs))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import replace
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 
+from qcompile import _compat_inductor
+from qcompile._compat_inductor import lower_with_inductor
 from qcompile.exc import GraphSpecError
 from qcompile.passes.functionalize import Operand, UpdateProgram
 from qcompile.passes.infer_preconditioner import infer_preconditioner
@@ -190,3 +194,21 @@ def test_one_kernel_serves_every_number_of_rows(rows: int) -> None:
     expected = Twin(EIGHT_BIT, rows, 256)
     expected.step()
     agree(run(built(EIGHT_BIT), EIGHT_BIT, rows, 256), expected, ties=rows // 500)
+
+
+@pytest.mark.parametrize("language", ["C++", "Triton"])
+def test_less_repeated_work_generates_the_same(
+    language: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if language == "Triton":
+        request.getfixturevalue("triton_on_cpu")
+    storage = storage_of(RECIPES["dettmers-8bit"])
+
+    def source() -> str:
+        update = built(storage, in_place=True)
+        with inductor_config.patch(fx_graph_cache=False):
+            return lower_with_inductor(update.graph, update.inputs, update.world.fake_mode, {}, update.parts)[1]
+
+    once = source()
+    monkeypatch.setattr(_compat_inductor, "less_repeated_work", contextlib.nullcontext)
+    assert once == source()
