@@ -35,6 +35,7 @@ from torch import Tensor, fx
 
 from qcompile._compat import copy_of, is_read_again
 from qcompile._compat_inductor import code_language
+from qcompile.exc import OverlappingMemoryError
 from qcompile.options import Choices, Options
 from qcompile.passes.analyse import Analysed, analyse
 from qcompile.passes.find_state import Inputs, find_state
@@ -51,7 +52,7 @@ from qcompile.passes.thread_writes import thread_writes, written_by
 from qcompile.passes.verify import verify
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel, Layout
-from qcompile.runtime.layout import order_of, row_order
+from qcompile.runtime.layout import may_overlap, order_of, row_order
 from qcompile.runtime.state import QuantizedState
 
 DEFERRED = "the compiled function holds it in a variable; it is converted when that has run"
@@ -150,6 +151,9 @@ def compile_updates(
     keep_replaced(gm, inputs)
     outline = outline_updates(gm, inputs)
     owners = {id(p): p for slot in inputs.state.values() if (p := slot.param) is not None}
+    for p in owners.values():
+        if may_overlap(p):
+            raise OverlappingMemoryError(tuple(p.shape), p.stride())
     wanted = Choices.of(options, owners.values())
     wanted.require_matches(_states(inputs))
     refused = {node: refuse_state(node, inputs, reason, wanted) for node, reason in outline.refused.items()}

@@ -12,6 +12,7 @@ import importlib
 import math
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -219,14 +220,35 @@ def as_plain_inputs(tensors: Iterable[Tensor]) -> Iterator[None]:
             setattr(tensor, mark, value)
 
 
-def dynamo_settings(
-    at_least: Mapping[str, int] | None = None, **settings: Any
-) -> contextlib.AbstractContextManager[None]:
-    """`torch._dynamo.config` with other values; those of `at_least` count where they are larger than what is set."""
+_settings_lock = threading.Lock()
+_settings_held: dict[str, tuple[int, Any]] = {}  # by name: how many hold it, and what was set before
+
+
+@contextlib.contextmanager
+def dynamo_settings(at_least: Mapping[str, int] | None = None, **settings: Any) -> Iterator[None]:
+    """`torch._dynamo.config` with other values; those of `at_least` count where they are larger than what is set.
+
+    The settings belong to the process: where several threads change one, it is put back when the last of them is done.
+    """
     import torch._dynamo.config as dynamo_config
 
-    limits = {name: max(value, getattr(dynamo_config, name)) for name, value in (at_least or {}).items()}
-    return cast("contextlib.AbstractContextManager[None]", dynamo_config.patch(**settings, **limits))
+    with _settings_lock:
+        limits = {name: max(value, getattr(dynamo_config, name)) for name, value in (at_least or {}).items()}
+        wanted = {**settings, **limits}
+        for name, value in wanted.items():
+            holders, before = _settings_held.get(name, (0, getattr(dynamo_config, name)))
+            _settings_held[name] = holders + 1, before
+            setattr(dynamo_config, name, value)
+    try:
+        yield
+    finally:
+        with _settings_lock:
+            for name in wanted:
+                holders, before = _settings_held.pop(name)
+                if holders > 1:
+                    _settings_held[name] = holders - 1, before
+                else:
+                    setattr(dynamo_config, name, before)
 
 
 def always_trace(function: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -38,9 +39,16 @@ class Activity:
     ran: int = 0
 
 
+class _Running(threading.local):
+    """The optimizers whose steps run in this thread, innermost last, with what had happened when they began, and
+    Dynamo's settings."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[weakref.ref[Optimizer], Activity, AbstractContextManager[None]]] = []
+
+
 activity = Activity()
-# The optimizers whose steps are running, innermost last, with what had happened when they began, and Dynamo's settings.
-_running: list[tuple[weakref.ref[Optimizer], Activity, AbstractContextManager[None]]] = []
+_running = _Running()
 # While a step runs: step counters that are tensors are read by `item()`, which would cut the step in two; a function that
 # is called for each parameter is compiled for each shape, and there are more than 8.
 SETTINGS = {"capture_scalar_outputs": True}
@@ -51,14 +59,14 @@ def begin_step(optimizer: Optimizer) -> None:
     """Called in front of every step that Dynamo runs for our backend."""
     settings = _compat.dynamo_settings(LIMITS, **SETTINGS)
     settings.__enter__()
-    _running.append((weakref.ref(optimizer), dataclasses.replace(activity), settings))
+    _running.steps.append((weakref.ref(optimizer), dataclasses.replace(activity), settings))
 
 
 def end_step(optimizer: Optimizer, options: Options) -> bool:
     """Called behind every step for which `begin_step` was. Whether anything was compiled in it."""
     began = dataclasses.replace(activity)
-    while _running:  # steps that ended with an exception are still here
-        reference, then, settings = _running.pop()
+    while _running.steps:  # those that ended with an exception are still here
+        reference, then, settings = _running.steps.pop()
         settings.__exit__(None, None, None)
         if reference() is optimizer:
             began = then

@@ -70,6 +70,16 @@ class FormatMismatchError(QCompileError, ValueError):
         )
 
 
+class OverlappingMemoryError(QCompileError):
+    """A parameter with several elements in one place of memory."""
+
+    def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        super().__init__(
+            f"a parameter of shape {shape} with strides {stride} may have several elements in one place in memory, so that "
+            "one update would overwrite another; make it a parameter of its own: nn.Parameter(view.clone())"
+        )
+
+
 class LostPartnerError(QCompileError):
     """A first moment in update space whose second moment is not at hand."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -74,6 +75,21 @@ class ClassReport:
 
 
 @dataclass(frozen=True, slots=True)
+class NonFiniteReport:
+    """A parameter with elements that are Inf or NaN now: how many there are in itself, in its gradient, in its dense state.
+
+    Quantized state has none: where its new value is not finite, 0 is stored. So such an element of a parameter means that its
+    gradient was not finite in some step, or that it moved out of range; no other element was harmed.
+    """
+
+    param: str
+    numel: int
+    parameter: int
+    gradient: int
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What `explain` returns. `print` shows it as tables.
 
@@ -83,6 +99,7 @@ class Report:
         kernels: the generated kernels.
         graphs: graphs compiled so far: those that update state, or all of a step that `train_step` made.
         not_one_graph: why a step that `train_step` made is several graphs; None if it is one, or was not made by it.
+        non_finite: the parameters with elements that are Inf or NaN, counted when the report is made.
     """
 
     states: tuple[StateReport, ...]
@@ -90,6 +107,7 @@ class Report:
     kernels: tuple[KernelReport, ...]
     graphs: int
     not_one_graph: str | None = None
+    non_finite: tuple[NonFiniteReport, ...] = ()
 
     @property
     def state_bytes(self) -> int:
@@ -103,7 +121,8 @@ class Report:
 
     def __str__(self) -> str:
         facts = _fact_lines(self.states)
-        return "\n".join([*_state_lines(self.states), "", *facts, *_class_lines(self), "", _totals(self)])
+        bad = [_non_finite_line(report) for report in self.non_finite]
+        return "\n".join([*_state_lines(self.states), "", *facts, *_class_lines(self), "", *bad, _totals(self)])
 
 
 def explain(*optimizers: Optimizer) -> Report:
@@ -127,7 +146,25 @@ def explain(*optimizers: Optimizer) -> Report:
                 states.append(_state(name, slot, value, record, classes))
     kernels, class_reports = _kernels(classes)
     graphs = sum(record_of(optimizer).graphs for optimizer in optimizers)
-    return Report(tuple(states), class_reports, kernels, graphs)
+    return Report(tuple(states), class_reports, kernels, graphs, non_finite=_non_finite(optimizers, names))
+
+
+def _non_finite(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> tuple[NonFiniteReport, ...]:
+    reports = []
+    params = {id(p): (p, o.state.get(p, {})) for o in optimizers for g in o.param_groups for p in g["params"]}
+    for key, (param, state) in params.items():
+        dense = [v for v in state.values() if isinstance(v, Tensor) and not isinstance(v, QuantizedState)]
+        parameter, gradient, others = _count_bad([param]), _count_bad([param.grad]), _count_bad(dense)
+        if parameter or gradient or others:
+            reports.append(NonFiniteReport(names.get(key, "?"), param.numel(), parameter, gradient, others))
+    return tuple(reports)
+
+
+def _count_bad(tensors: Iterable[Tensor | None]) -> int:
+    """How many elements of floating tensors are Inf or NaN."""
+    floating = (t.detach() for t in tensors if t is not None and (t.is_floating_point() or t.is_complex()))
+    values = (t.coalesce().values() if t.is_sparse else t for t in floating)
+    return sum(t.numel() - int(t.isfinite().sum()) for t in values)
 
 
 def _state(name: str, slot: Slot, value: Tensor, record: Record, classes: list[ClassSummary]) -> StateReport:
@@ -231,6 +268,12 @@ def _class_lines(report: Report) -> list[str]:
         )
         lines.append(f"class {i}: {group.regions} region(s); {kernels}")
     return lines or ["no update class was compiled"]
+
+
+def _non_finite_line(found: NonFiniteReport) -> str:
+    kinds = {"": found.parameter, " of its gradient": found.gradient, " of its dense state": found.state}
+    counts = [f"{count:,} elements{of}" for of, count in kinds.items() if count]
+    return f"Inf or NaN: {found.param} ({found.numel:,} elements): {', '.join(counts)}"
 
 
 def _totals(report: Report) -> str:

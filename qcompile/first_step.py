@@ -70,20 +70,28 @@ def run_apart(optimizer: Optimizer, options: Options, quantize: Callable[[Optimi
             param.grad = None
             quantize(optimizer, param, wanted)
             _put_back(optimizer, before)
-    except Exception:
-        if first.grad is None:
-            raise  # more than the first parameter has moved
+    except BaseException as error:
+        is_first = first.grad is not None
+        for param, gradient in given:
+            param.grad = gradient
+        _put_back(optimizer, before)
+        if not is_first or not isinstance(error, Exception):
+            raise  # more than the first parameter has moved, or the user stopped it
         with torch.no_grad():
             first.copy_(backup)
         optimizer.state.clear()
-        _put_back(optimizer, before)
-        apart = []
-    for param, gradient in given:
-        param.grad = None if any(param is p for p, _ in apart) else gradient
-    if not apart:
         return False
-    _hidden[optimizer] = apart
-    return True
+    for param, gradient in given:
+        param.grad = gradient
+    hide_gradients(optimizer, apart)
+    return bool(apart)
+
+
+def hide_gradients(optimizer: Optimizer, given: list[tuple[Tensor, Tensor]]) -> None:
+    """Take gradients away from parameters until `give_gradients_back`."""
+    for param, _ in given:
+        param.grad = None
+    _hidden[optimizer] = given
 
 
 def give_gradients_back(optimizer: Optimizer) -> bool:

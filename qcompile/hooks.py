@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from qcompile import _compat
 from qcompile.dense_step import activity, begin_step, end_step, note_eager_step
 from qcompile.exc import NotOneGraphError
-from qcompile.first_step import give_gradients_back, run_apart, undecorated
+from qcompile.first_step import give_gradients_back, hide_gradients, run_apart, undecorated
 from qcompile.options import Choices, Options
 from qcompile.passes.find_state import is_state_buffer, state_of
 from qcompile.passes.plan_storage import is_copy, new_state_format
@@ -43,6 +43,7 @@ from qcompile.runtime.state import QuantizedState
 SAVED = "_qstate_flags"
 FLAGS = ("fused", "foreach")
 
+_saved: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # put their flags back before they are saved
 _backend: Callable[..., Any] | None = None
 _tokens: list[Options] = []
 
@@ -132,9 +133,35 @@ def _prepare(optimizer: Optimizer, token: int) -> None:
     begin_step(optimizer)
     _compat.always_trace(undecorated(type(optimizer).step))
     give_gradients_back(optimizer)  # of a step that failed
+    _unscale(optimizer)
     if options.quantizes and not run_apart(optimizer, options, quantize_new_state):
         create_state(optimizer, options)
     set_flags(optimizer)
+    if optimizer not in _saved:
+        _saved.add(optimizer)
+        optimizer.register_state_dict_pre_hook(restore_flags)  # a step that was interrupted has not put them back
+
+
+def _unscale(optimizer: Optimizer) -> None:
+    """Do what a fused step does for `torch.amp.GradScaler`, once: from now on the scaler does it, as for every other step.
+
+    The scaler hands an optimizer that was made with `fused=True` the scale and whether a gradient is not finite, and leaves
+    it to the step, which is no longer the fused one, to divide by it, or not to happen.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if scale is None and found_inf is None:
+        return
+    changes: Any = optimizer
+    changes._step_supports_amp_scaling = False
+    changes.grad_scale = changes.found_inf = None
+    given = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if found_inf is not None and bool(found_inf):
+        hide_gradients(optimizer, given)
+    elif scale is not None:
+        for _, gradient in given:
+            gradient.div_(float(scale))
 
 
 def _note_step(optimizer: Optimizer) -> None:

@@ -24,6 +24,17 @@ def is_flat(tensor: Tensor) -> bool:
     return True
 
 
+def may_overlap(tensor: Tensor) -> bool:
+    """Whether two elements may lie in one place in memory, as in an expanded view or a sliding window."""
+    reach = -1  # the last place that the dimensions so far get to
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= max(reach, 0):
+                return tensor.numel() > 0
+            reach = max(reach, 0) + stride * (size - 1)
+    return False
+
+
 def flat(tensor: Tensor) -> Tensor:
     """A 1-D view of a tensor for which `is_flat` holds, shape (numel,), in storage order."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
