@@ -81,15 +81,17 @@ def convert_file(source: Path, target: Path, to: str, key: str | None = None, op
     try:
         whole = torch.load(source, map_location="cpu", weights_only=True)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"{source} cannot be read ({str(error).splitlines()[0]})", "files of torch.save"
-        ) from error
+        found = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{source} cannot be read, or not to its end ({found})", "files of torch.save") from error
     if key is not None and (not isinstance(whole, dict) or key not in whole):
         raise CheckpointError(f"{source} has no key {key!r}", ", ".join(map(repr, whole)))
     converted = convert(whole if key is None else whole[key], to, optimizer)
     written = target.with_name(f".{target.name}.part")
-    torch.save(converted if key is None else whole | {key: converted}, written)
-    os.replace(written, target)
+    try:
+        torch.save(converted if key is None else whole | {key: converted}, written)
+        os.replace(written, target)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 # -- Reading -----------------------------------------------------------------------------------------------------------
