@@ -12,7 +12,6 @@ import importlib
 import math
 import operator
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -31,10 +30,12 @@ copy_all, add_all = torch._foreach_copy_, torch._foreach_add_
 NEEDED = (
     ("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx"),
     ("torch._dynamo.convert_frame", "always_optimize_code_objects"),
+    ("torch._dynamo.eval_frame", "_debug_get_cache_entry_list"),
+    ("torch._dynamo.guards", "DeletedGuardManagerWrapper"),
     ("torch._dynamo.exc", "TensorifyScalarRestartAnalysis TorchDynamoException FailOnRecompileLimitHit"),
     ("torch._dynamo.source", "AttrSource DictGetItemSource GetItemSource"),
     ("torch._dynamo.variables", "BuiltinVariable ConstDictVariable ListVariable SymNodeVariable"),
-    ("torch._dynamo.variables", "TorchInGraphFunctionVariable._get_handlers"),
+    ("torch._dynamo.variables", "TorchInGraphFunctionVariable._get_handlers constant"),
     ("torch._dynamo.utils", "compilation_time_metrics dynamo_timed"),
     ("torch._dynamo.side_effects", "SideEffects.is_modified"),
     ("torch._inductor", "list_mode_options"),
@@ -218,37 +219,6 @@ def as_plain_inputs(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for tensor, value in marks:
             setattr(tensor, mark, value)
-
-
-_settings_lock = threading.Lock()
-_settings_held: dict[str, tuple[int, Any]] = {}  # by name: how many hold it, and what was set before
-
-
-@contextlib.contextmanager
-def dynamo_settings(at_least: Mapping[str, int] | None = None, **settings: Any) -> Iterator[None]:
-    """`torch._dynamo.config` with other values; those of `at_least` count where they are larger than what is set.
-
-    The settings belong to the process: where several threads change one, it is put back when the last of them is done.
-    """
-    import torch._dynamo.config as dynamo_config
-
-    with _settings_lock:
-        limits = {name: max(value, getattr(dynamo_config, name)) for name, value in (at_least or {}).items()}
-        wanted = {**settings, **limits}
-        for name, value in wanted.items():
-            holders, before = _settings_held.get(name, (0, getattr(dynamo_config, name)))
-            _settings_held[name] = holders + 1, before
-            setattr(dynamo_config, name, value)
-    try:
-        yield
-    finally:
-        with _settings_lock:
-            for name in wanted:
-                holders, before = _settings_held.pop(name)
-                if holders > 1:
-                    _settings_held[name] = holders - 1, before
-                else:
-                    setattr(dynamo_config, name, before)
 
 
 def always_trace(function: Any) -> None:

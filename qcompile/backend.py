@@ -35,6 +35,7 @@ from qcompile.plan import apply_plans, convert_arguments, refusals
 from qcompile.runtime.launch import Region, Source, UpdateClass
 from qcompile.runtime.region_op import forget
 from qcompile.runtime.state import QuantizedState
+from qcompile.runtime.views import tensor_of, weakly
 
 
 def qstate(
@@ -128,7 +129,7 @@ def _take_returned_state(compiled: CompiledGraph) -> dict[int, Source]:
     state = compiled.inputs.state
     found = {i: n for i, n in enumerate(output.args[0]) if n in state}
     output.args = (tuple(None if i in found else n for i, n in enumerate(output.args[0])),)
-    return {i: positions[n] if n in positions else state[n].get() for i, n in found.items()}
+    return {i: positions[n] if n in positions else weakly(state[n].get()) for i, n in found.items()}
 
 
 def _deferred(compiled: CompiledGraph) -> dict[int, StatePlan]:
@@ -148,7 +149,7 @@ def _with_state(
         results = [*run(*args)]
         convert_arguments({i: (args[i], plan) for i, plan in later.items()}, seed)
         for i, source in returned.items():
-            results[i] = args[source] if isinstance(source, int) else source
+            results[i] = tensor_of(source, args)
         return tuple(results)
 
     return with_state

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from qcompile._compat import dynamo_settings
+from qcompile._compat_dynamo import dynamo_settings
 from qcompile._compat_inductor import compile_seconds
 from qcompile.bench_candidates import Candidate
 from qcompile.bench_report import FirstCall, Result, Row, spread

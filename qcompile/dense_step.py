@@ -20,7 +20,9 @@ import torch
 from torch.optim import Optimizer
 
 from qcompile import _compat
+from qcompile._compat_dynamo import dead_entries, dynamo_settings
 from qcompile.exc import NotQuantizedError
+from qcompile.first_step import undecorated
 from qcompile.options import Options
 from qcompile.passes.find_state import is_state_buffer, state_of
 from qcompile.plan import record_of
@@ -55,9 +57,14 @@ SETTINGS = {"capture_scalar_outputs": True}
 LIMITS = {"recompile_limit": 24, "accumulated_recompile_limit": 1024}
 
 
+def limits_of(function: Callable[..., Any]) -> dict[str, int]:
+    """`LIMITS`, of which what was compiled for state that has been replaced since (by a reload) takes nothing away."""
+    return LIMITS | {"recompile_limit": LIMITS["recompile_limit"] + dead_entries(function)}
+
+
 def begin_step(optimizer: Optimizer) -> None:
     """Called in front of every step that Dynamo runs for our backend."""
-    settings = _compat.dynamo_settings(LIMITS, **SETTINGS)
+    settings = dynamo_settings(limits_of(undecorated(type(optimizer).step)), **SETTINGS)
     settings.__enter__()
     _running.steps.append((weakref.ref(optimizer), dataclasses.replace(activity), settings))
 

@@ -25,7 +25,7 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from qcompile._compat import dynamo_settings
+from qcompile._compat_dynamo import dynamo_settings
 from qcompile._compat_inductor import loaded_kernel
 from qcompile.exc import InvalidOptionError, NoTritonCompilerError
 from qcompile.kernel_source import Access, GeneratedKernel, Traffic, accesses_of, read_module, traffic

@@ -12,7 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from qcompile import hooks
-from qcompile._compat import compiling_errors, dynamo_settings
+from qcompile._compat import compiling_errors
+from qcompile._compat_dynamo import dynamo_settings, tracing_backward
 from qcompile.dense_step import LIMITS, SETTINGS
 from qcompile.exc import NotOneGraphError, QCompileError, cause_of, reason_of
 from qcompile.explain import Report, explain
@@ -132,7 +133,7 @@ class _Step:
         before = self.watch.graphs
         try:
             self.watch.whole = True
-            with as_plain_objects(self.optimizers), dynamo_settings(LIMITS, trace_autograd_ops=True, **SETTINGS):
+            with as_plain_objects(self.optimizers), tracing_backward(), dynamo_settings(LIMITS, **SETTINGS):
                 result = self.one(*args, **kwargs)
         except compiling_errors() as error:
             for optimizer, param in created:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,17 @@ from qcompile.runtime.formats import Format
 from qcompile.runtime.layout import like
 from qcompile.runtime.state import QuantizedState
 from qcompile.runtime.table import Tables
-from qcompile.runtime.views import Source, Views, dense_of, dense_views, quantized_views, stored_of, tensor_of
+from qcompile.runtime.views import (
+    Source,
+    Views,
+    dense_of,
+    dense_views,
+    held,
+    quantized_views,
+    stored_of,
+    tensor_of,
+    weakly,
+)
 
 # Elements per launch. On a CPU a launch that stays in the cache bounds whatever the code generator keeps in memory
 # between its loops; elsewhere only 32-bit indices set a limit.
@@ -121,7 +131,8 @@ class UpdateClass:
         dense: Kernel | None,
         device: torch.device,
     ) -> None:
-        self.layout, self.regions, self.device = layout, tuple(regions), device
+        self.layout, self.device = layout, device
+        self.regions = tuple(replace(r, operands=tuple(weakly(source) for source in r.operands)) for r in regions)
         self.quantized, self.dense = quantized, dense
         self.parts = 1 if quantized is None else quantized.parts
         written = [i for i, is_written in enumerate(layout.written) if is_written]
@@ -132,32 +143,47 @@ class UpdateClass:
 
     def _bind(self) -> None:
         """Look up where everything is that keeps its address, and enter it in the tables."""
-        layout, parts = self.layout, self.parts
-        self.static = [_static_views(region, layout, parts) for region in self.regions]
+        static = [self._static(region) for region in self.regions]
         self._places = [
-            (source, source.data_ptr())
-            for region, static in zip(self.regions, self.static, strict=True)
-            for source, view in zip(region.operands, static, strict=True)
-            if view is not None and isinstance(source, Tensor) and not isinstance(source, QuantizedState)
+            (source, tensor.data_ptr())
+            for region, views in zip(self.regions, static, strict=True)
+            for source, view in zip(region.operands, views, strict=True)
+            if view is not None and (tensor := held(source)) is not None and not isinstance(tensor, QuantizedState)
         ]
         kernels = [kernel for kernel in (self.quantized, self.dense) if kernel is not None]
         by_table = all(kernel.call_table is not None for kernel in kernels)
         if self.device.type != "cpu":  # with 32-bit indices
             by_table &= all(region.model.numel() <= LAUNCH for region in self.regions)
-        bound = (layout, self.regions, self.static, self.quantized, self.dense, self.device)
+        bound = (self.layout, self.regions, static, self.quantized, self.dense, self.device)
         self._tables = Tables(*bound) if by_table else None
+
+    def _static(self, region: Region) -> list[Views | None]:
+        """Per operand what a kernel sees of it; None where the tensor is an argument."""
+        static: list[Views | None] = []
+        for source, fmt in zip(region.operands, self.layout.storage, strict=True):
+            tensor = held(source)
+            if fmt is not None and isinstance(tensor, QuantizedState):
+                assert tensor.format == fmt, (tensor.format, fmt)
+                static.append(quantized_views(tensor.stored, fmt, self.parts))
+            elif tensor is not None and not isinstance(tensor, QuantizedState) and like(tensor, region.model) is tensor:
+                static.append(dense_views(tensor, self.layout.block_size, self.parts))
+            else:
+                static.append(None)
+        return static
 
     def run(self, args: Sequence[Any]) -> None:
         """Update every region. `args` are the arguments of the compiled graph."""
-        if any(tensor.data_ptr() != place for tensor, place in self._places):  # `param.data = ...`, which no guard sees
+        if any(
+            held(source).data_ptr() != place for source, place in self._places
+        ):  # `param.data = ...`, which no guard sees
             self._bind()
         if self._tables is not None:
             stores = self._tables.run(self._results(args), args)
             launches.count += self._tables.launches
         else:
             stores = []
-            for region, static, numbers in zip(self.regions, self.static, self._numbers(args), strict=True):
-                stores += self._run_region(region, static, numbers, args)
+            for region, numbers in zip(self.regions, self._numbers(args), strict=True):
+                stores += self._run_region(region, numbers, args)
         if stores:
             add_all(stores, 1)
         increment_version([tensor_of(r.operands[i], args) for r in self.regions for i in self._written_dense])
@@ -178,12 +204,10 @@ class UpdateClass:
         results = self._results(args)
         return list(zip(*(r.expand(count).unbind() for r in results), strict=True)) if results else [()] * count
 
-    def _run_region(
-        self, region: Region, static: _Static, numbers: tuple[Tensor, ...], args: Sequence[Any]
-    ) -> list[Tensor]:
+    def _run_region(self, region: Region, numbers: tuple[Tensor, ...], args: Sequence[Any]) -> list[Tensor]:
         """Update one region; gives what counts its stores, to be advanced."""
         views, copies = [], []
-        for i, (view, source) in enumerate(zip(static, region.operands, strict=True)):
+        for i, (view, source) in enumerate(zip(self._static(region), region.operands, strict=True)):
             fmt = self.layout.storage[i]
             if view is not None:
                 views.append(view)
@@ -219,27 +243,6 @@ class UpdateClass:
                 mine = [reduced.pop(0) for _ in range(fmt.reductions)]
                 for old, new in zip(views[i].scales, finish_scales(mine, fmt), strict=True):
                     old[chunk].copy_(new)
-
-
-# Per operand; None where the tensor is an argument.
-_Static = list["Views | None"]
-
-
-def _static_views(region: Region, layout: Layout, parts: int) -> _Static:
-    static: _Static = []
-    for source, fmt in zip(region.operands, layout.storage, strict=True):
-        if fmt is not None and isinstance(source, QuantizedState):
-            assert source.format == fmt, (source.format, fmt)
-            static.append(quantized_views(source.stored, fmt, parts))
-        elif (
-            isinstance(source, Tensor)
-            and not isinstance(source, QuantizedState)
-            and like(source, region.model) is source
-        ):
-            static.append(dense_views(source, layout.block_size, parts))
-        else:
-            static.append(None)
-    return static
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,7 +2,7 @@
 
 The table has a row per region: the address of each tensor the kernel reads or writes, how many rows of the kernel (blocks, or
 elements of a tail) the region has, and how many units of work it and the regions before it are. What keeps its place in memory is
-entered once; of what arrives with each step, gradients above all, only the address of the tensor is asked for.
+entered once, and not kept alive; of what arrives with each step, gradients above all, only the address of the tensor is asked for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Tables:
         dense: Kernel | None,
         device: torch.device,
     ) -> None:
-        self._layout, self._regions, self._static = layout, regions, static
+        self._layout, self._regions = layout, regions
         self._parts = 1 if quantized is None else quantized.parts
         size, parts = layout.block_size, self._parts
         widths = [parts if fmt is None else fmt.inputs(parts) for fmt in layout.storage]
@@ -62,27 +62,30 @@ class Tables:
         self._counted = [
             i for i, fmt in enumerate(layout.storage) if fmt is not None and fmt.random and layout.written[i]
         ]
+        counted = [(r, i, views[i]) for r, views in enumerate(static) for i in self._counted]
+        self._counters = {(r, i): view.numbers[1] for r, i, view in counted if view is not None}
 
     def run(self, results: Sequence[Tensor], args: Sequence[Any]) -> list[Tensor]:
         """Update every region with `results` for the 0-d inputs; gives what counts the stores, to be advanced."""
         kept: list[Any] = [results]
         copies: list[tuple[Tensor, Tensor]] = []
-        arrived: dict[tuple[int, int], Views] = {}
+        counters = dict(self._counters)
         for i, fmt in enumerate(self._layout.storage):
             if fmt is None:
                 kept.append(list(self._enter_dense(i, args, copies)))
                 continue
             for r in self._arriving[i]:
                 view = quantized_views(stored_of(self._regions[r].operands[i], args), fmt, self._parts)
-                arrived[r, i] = view
                 self._enter(r, i, view)
+                kept.append(view)
+                if i in self._counted:
+                    counters[r, i] = view.numbers[1]
         for table in self._used:
             table.enter_numbers(results)
             table.call()
         for tensor, own in copies:
             tensor.copy_(own)
-        now = [[arrived.get((r, i), view) for i, view in enumerate(views)] for r, views in enumerate(self._static)]
-        return [bound.numbers[1] for views in now for i in self._counted if (bound := views[i]) is not None]
+        return list(counters.values())
 
     @property
     def launches(self) -> int:

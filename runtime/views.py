@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from qcompile.runtime.layout import flat, like
 from qcompile.runtime.state import QuantizedState
 
 # A tensor that keeps its address, the position of an argument, or the positions of the parts of a quantized state.
-Source = Tensor | int | tuple[int, ...]
+Source = Tensor | weakref.ref[Tensor] | int | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,20 @@ def dense_of(source: Any, args: Sequence[Any], model: Tensor) -> tuple[Tensor, T
     return tensor, like(tensor, model)
 
 
+def weakly(source: Source) -> Source:
+    """A source that does not keep its tensor alive: a compiled update must not, once the user has put another in its place."""
+    return weakref.ref(source) if isinstance(source, Tensor) else source
+
+
+def held(source: Source) -> Tensor | None:
+    """The tensor of a source that keeps its address; None of an argument."""
+    if isinstance(source, weakref.ref):
+        tensor = source()
+        assert tensor is not None, "the guards of a step let it run although a tensor that it updates is gone"
+        return tensor
+    return source if isinstance(source, Tensor) else None
+
+
 def tensor_of(source: Any, args: Sequence[Any]) -> Tensor:
-    value = args[source] if isinstance(source, int) else source
+    value = args[source] if isinstance(source, int) else held(source)
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.variables import constant
 from whole_steps import Case, adamw, data, loss_of, network, plain, run, scheduled, weights
 
 import qcompile
@@ -262,3 +263,24 @@ def test_parameters_that_torch_marked_static_still_get_gradients() -> None:
         results.append([float(run_step(x)) for _ in range(5)])
     assert results[0] == pytest.approx(results[1], rel=1e-3)
     assert results[1][-1] < 0.9 * results[1][0]
+
+
+def test_what_is_compiled_after_a_whole_step_still_compiles() -> None:
+    """torch 2.13 leaves a place in the first function in its None, which the next one returns."""
+    whole, alone = plain(), plain()
+
+    @qcompile.train_step(min_numel=0)
+    def step(x: Tensor) -> None:
+        whole.optimizers[0].zero_grad()
+        loss_of(whole.models[0], x).backward()
+        whole.optimizers[0].step()
+
+    for i in range(2):
+        step(data(i))
+    assert step.explain().not_one_graph is None
+    assert getattr(constant, "CONSTANT_VARIABLE_NONE", constant).__dict__.get("source") is None
+    run = torch.compile(alone.optimizers[0].step, backend="qstate", options={"min_numel": 0})
+    loss_of(alone.models[0], data(0)).backward()
+    assert run() is None
+    seen = torch.compile(lambda x: (x.add_(1), None)[1], backend="eager")(torch.ones(2))
+    assert seen is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from conftest import make_params
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qcompile import dense_step
 from qcompile.runtime.state import QuantizedState
 
 SHAPES = ((64, 256), (5000,))
@@ -148,3 +151,28 @@ def test_two_optimizers_over_one_parameter() -> None:
                 step()
         ends.append(p.detach())
     assert (ends[0] - ends[1]).norm() <= 0.02 * (ends[1] - start).norm()
+
+
+def reload(optimizer: Optimizer) -> None:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file, weights_only=True))
+
+
+def test_replaced_state_is_freed_and_counts_for_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a checkpoint is loaded into a running optimizer; Dynamo gives up where as many compiled steps are alive."""
+    monkeypatch.setitem(dense_step.LIMITS, "recompile_limit", 3)
+    params = make_params((64, 256))
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    step = torch.compile(optimizer.step, backend="qstate")
+    gone = []
+    for i in range(6):
+        for j in range(2):
+            set_gradients(params, 2 * i + j)
+            ran = dense_step.activity.ran
+            step()
+            assert dense_step.activity.ran == ran + 1, f"step {2 * i + j} ran as eager Python"
+        assert all(ref() is None for ref in gone), "a compiled step keeps state that is no longer there"
+        gone += [weakref.ref(optimizer.state[params[0]][key].codes) for key in MOMENTS]
+        reload(optimizer)

@@ -13,7 +13,7 @@ from small_runs import OPTIONS, train_and_save, trained
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from qcompile._compat import dynamo_settings
+from qcompile._compat_dynamo import dynamo_settings
 
 
 def test_two_threads_give_what_each_gives_alone() -> None:

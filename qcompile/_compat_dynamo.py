@@ -1,0 +1,64 @@
+"""What Dynamo is set to while a step of ours is traced, and what it leaves behind: see `_compat`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_settings_lock = threading.Lock()
+_settings_held: dict[str, tuple[int, Any]] = {}  # by name: how many hold it, and what was set before
+
+
+@contextlib.contextmanager
+def dynamo_settings(at_least: Mapping[str, int] | None = None, **settings: Any) -> Iterator[None]:
+    """`torch._dynamo.config` with other values; those of `at_least` count where they are larger than what is set.
+
+    The settings belong to the process: where several threads change one, it is put back when the last of them is done.
+    """
+    import torch._dynamo.config as dynamo_config
+
+    with _settings_lock:
+        limits = {name: max(value, getattr(dynamo_config, name)) for name, value in (at_least or {}).items()}
+        wanted = {**settings, **limits}
+        for name, value in wanted.items():
+            holders, before = _settings_held.get(name, (0, getattr(dynamo_config, name)))
+            _settings_held[name] = holders + 1, before
+            setattr(dynamo_config, name, value)
+    try:
+        yield
+    finally:
+        with _settings_lock:
+            for name in wanted:
+                holders, before = _settings_held.pop(name)
+                if holders > 1:
+                    _settings_held[name] = holders - 1, before
+                else:
+                    setattr(dynamo_config, name, before)
+
+
+@contextlib.contextmanager
+def tracing_backward() -> Iterator[None]:
+    """Let Dynamo trace `backward()`.
+
+    While it does, torch 2.13 writes where a missing gradient was looked for into its only object for None
+    (`TensorVariable.var_getattr`), and every function that it compiles afterwards and that returns None fails on it.
+    """
+    from torch._dynamo.variables import constant
+
+    try:
+        with dynamo_settings(trace_autograd_ops=True):
+            yield
+    finally:
+        if (none := getattr(constant, "CONSTANT_VARIABLE_NONE", None)) is not None:
+            none.source = None
+
+
+def dead_entries(function: Any) -> int:
+    """How often Dynamo compiled a function for objects that are gone; it counts these for its limit, and never drops them."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    entries = _debug_get_cache_entry_list(function.__code__) if hasattr(function, "__code__") else ()
+    return sum(isinstance(entry.guard_manager, DeletedGuardManagerWrapper) for entry in entries)
