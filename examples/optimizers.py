@@ -1,7 +1,7 @@
 """Which optimizers keep their state in 8 bits, and what that does to the loss.
 
     python examples/optimizers.py
-    python examples/optimizers.py --all --out optimizers.md
+    python examples/optimizers.py --all --jobs 2 --out optimizers.md
     python examples/optimizers.py --only 'Adam|heavyball' --verbose
 
 Trains a small model with every optimizer of torch.optim, with each of its switches, and with five written by hand
@@ -17,8 +17,10 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import logging
 import math
+import multiprocessing
 import re
 import signal
 import sys
@@ -27,6 +29,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,13 +170,34 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def attempt(row: Row, tasks: list[Task], args: argparse.Namespace) -> Outcome:
+def tasks_of(args: argparse.Namespace) -> list[Task]:
+    return [REGRESSION, LANGUAGE] if args.all else [REGRESSION]
+
+
+def quiet() -> None:
+    """How a process trains small models: threads that wait for each other cost more than they save."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+def attempts(rows: list[Row], args: argparse.Namespace) -> Iterator[Outcome]:
+    """`attempt` on every row, in their order, in as many processes as there are jobs."""
+    if args.jobs == 1:
+        yield from (attempt(row, args) for row in rows)
+        return
+    processes = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, processes, initializer=quiet, max_tasks_per_child=20) as pool:
+        yield from pool.map(attempt, rows, itertools.repeat(args))
+
+
+def attempt(row: Row, args: argparse.Namespace) -> Outcome:
     """Train on each task, dense and quantized; an exception becomes the row's text."""
     runs: list[tuple[Run, Run]] = []
     try:
-        quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-        with quiet[0], quiet[1], at_most(args.limit):
-            for task in tasks:
+        silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+        with silent[0], silent[1], at_most(args.limit):
+            for task in tasks_of(args):
                 word = "eager fails"
                 dense = train(row, task, args.steps, None)
                 word = "failed"
@@ -261,6 +285,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="REGEX", help="rows of any package in whose first cell this is found")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--limit", type=int, default=900, metavar="S", help="give a row up after so many seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that rows are shared out to")
     parser.add_argument("--recipe", default="8bit", choices=[r for r in qcompile.RECIPES if r != "dense"])
     parser.add_argument("--out", metavar="FILE", type=Path, help="save the table, after each row")
     parser.add_argument("--verbose", action="store_true", help="first and last dense losses, and tracebacks")
@@ -269,14 +294,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    tasks = [REGRESSION, LANGUAGE] if args.all else [REGRESSION]
+    tasks, rows = tasks_of(args), chosen_rows(args)
     headers = ["optimizer", *(f"{task.name}: dense loss, difference" for task in tasks), *COMPILED, "state"]
     lines = [markdown(headers), "|" + "---|" * len(headers)]
     print("\n".join(lines))
     outcomes = []
-    for row in (progress := tqdm(chosen_rows(args), unit="row")):
-        progress.set_postfix_str(row.title)
-        outcomes.append(outcome := attempt(row, tasks, args))
+    for outcome in (progress := tqdm(attempts(rows, args), unit="row", total=len(rows))):
+        outcomes.append(outcome)
+        progress.set_postfix_str(outcome.row.title)
         lines.append(markdown(cells(outcome, tasks)))
         tqdm.write(lines[-1])
         for task, (dense, _) in zip(tasks, outcome.runs, strict=False) if args.verbose else ():
@@ -289,7 +314,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # small models: threads that wait for each other cost more than they save
+    quiet()
     sys.exit(main())

@@ -8,7 +8,6 @@ never by name: Dynamo's names are positional, and `exp_avg` may not occur in the
 from __future__ import annotations
 
 import dataclasses
-import gc
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from qcompile.names import alive
 from qcompile.runtime.marks import MARKS, Mark, marks
 
 # How many containers deep a tensor may lie in the state of a parameter, or in an attribute of the optimizer.
@@ -128,9 +128,18 @@ class Inputs:
 TWIN_MARK = "_qstate_twin"
 
 
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def note_optimizer(optimizer: Optimizer) -> None:
+    """Remember an optimizer that steps, which is not found among live objects if the user called `gc.freeze()`."""
+    _stepped.add(optimizer)
+
+
 def live_optimizers() -> list[Optimizer]:
     """Every optimizer that is alive in this process."""
-    return [o for o in gc.get_objects() if _is_optimizer(type(o)) and hasattr(o, "param_groups")]
+    found = {id(o): o for o in [*alive(_is_optimizer), *_stepped]}
+    return [o for o in found.values() if hasattr(o, "param_groups")]
 
 
 def _is_optimizer(kind: type) -> bool:

@@ -78,8 +78,9 @@ class ClassReport:
 class NonFiniteReport:
     """A parameter with elements that are Inf or NaN now: how many there are in itself, in its gradient, in its dense state.
 
-    Quantized state has none: where its new value is not finite, 0 is stored. So such an element of a parameter means that its
-    gradient was not finite in some step, or that it moved out of range; no other element was harmed.
+    Quantized blocks of state have none: where a new value is not finite, 0 is stored. So such an element of a parameter means that
+    its gradient was not finite in some step, or that it moved out of range; no other element was harmed. State that is dense, and
+    the tail that fills no block, keep Inf and NaN as in fp32.
     """
 
     param: str
@@ -153,7 +154,8 @@ def _non_finite(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> tu
     reports = []
     params = {id(p): (p, o.state.get(p, {})) for o in optimizers for g in o.param_groups for p in g["params"]}
     for key, (param, state) in params.items():
-        dense = [v for v in state.values() if isinstance(v, Tensor) and not isinstance(v, QuantizedState)]
+        tensors = (v for v in state.values() if isinstance(v, Tensor))
+        dense = [v.tail if isinstance(v, QuantizedState) else v for v in tensors]
         parameter, gradient, others = _count_bad([param]), _count_bad([param.grad]), _count_bad(dense)
         if parameter or gradient or others:
             reports.append(NonFiniteReport(names.get(key, "?"), param.numel(), parameter, gradient, others))

@@ -33,7 +33,7 @@ from qcompile.dense_step import activity, begin_step, end_step, note_eager_step
 from qcompile.exc import NotOneGraphError
 from qcompile.first_step import give_gradients_back, hide_gradients, run_apart, undecorated
 from qcompile.options import Choices, Options
-from qcompile.passes.find_state import is_state_buffer, state_of
+from qcompile.passes.find_state import is_state_buffer, note_optimizer, state_of
 from qcompile.passes.plan_storage import is_copy, new_state_format
 from qcompile.plan import buffer_key
 from qcompile.runtime.layout import is_flat
@@ -165,6 +165,7 @@ def _unscale(optimizer: Optimizer) -> None:
 
 
 def _note_step(optimizer: Optimizer) -> None:
+    note_optimizer(optimizer)
     if (watch := _watch.get()) is not None:
         watch.optimizers.add(optimizer)
 

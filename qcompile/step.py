@@ -20,6 +20,7 @@ from qcompile.explain import Report, explain
 from qcompile.first_step import makes_state_in_step
 from qcompile.one_graph import as_plain_objects, create_all_state, detached, optimizers_of, why_not
 from qcompile.options import Options
+from qcompile.passes.find_state import note_optimizer
 
 log = logging.getLogger("qcompile")
 
@@ -123,6 +124,8 @@ class _Step:
         """The result in a tuple, or None where it has to be several graphs."""
         if self.optimizers is None:
             self.optimizers = optimizers_of(self.function)
+            for optimizer in self.optimizers:
+                note_optimizer(optimizer)
             self.reason = why_not(self.optimizers)
             if self.reason is not None:
                 self._give_up()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -276,6 +277,27 @@ def test_schedules_compile_twice_and_equal_eager(params, train) -> None:
     assert last.param_groups[0]["lr"] < 1e-3
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
     assert (results[0][0] - results[1][0]).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("form", ["update alone", "whole step"])
+def test_optimizers_that_the_garbage_collector_froze_are_found(params, form: str) -> None:
+    ours = params((64, 64))
+    optimizer = adamw(ours)
+
+    def whole() -> None:
+        ours[0].square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = compiled(optimizer) if form == "update alone" else qcompile.train_step(whole)
+    ours[0].grad = torch.ones(64, 64) if form == "update alone" else None
+    gc.freeze()
+    try:
+        step()
+        step()
+    finally:
+        gc.unfreeze()
+    assert isinstance(optimizer.state[ours[0]]["exp_avg"], QuantizedState)
 
 
 def test_second_step_compiles_nothing(params, train) -> None:
