@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import functools
 import io
-import itertools
 import logging
 import math
 import multiprocessing
@@ -29,7 +28,6 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -186,9 +184,9 @@ def attempts(rows: list[Row], args: argparse.Namespace) -> Iterator[Outcome]:
     if args.jobs == 1:
         yield from (attempt(row, args) for row in rows)
         return
-    processes = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, processes, initializer=quiet, max_tasks_per_child=20) as pool:
-        yield from pool.map(attempt, rows, itertools.repeat(args))
+    spawned = multiprocessing.get_context("spawn")
+    with spawned.Pool(args.jobs, quiet, maxtasksperchild=20) as pool:
+        yield from pool.imap(functools.partial(attempt, args=args), rows)
 
 
 def attempt(row: Row, args: argparse.Namespace) -> Outcome:

@@ -50,6 +50,7 @@ class StatePlan:
         partner: the second moment that a first moment in update space is stored relative to.
         facts: what was found out, for people to read: the proof, what it remembers, how it enters the update.
         written: whether the graph writes it.
+        if_positive: how it is stored once its first values turn out to be all non-negative, where nothing is known of it yet.
     """
 
     slot: Slot
@@ -60,6 +61,7 @@ class StatePlan:
     partner: Slot | None = None
     facts: tuple[str, ...] = ()
     written: bool = True
+    if_positive: Format | None = None
 
     @property
     def non_negative(self) -> bool:
@@ -86,6 +88,7 @@ class _Choice:
     parts: int = 0
     adds_up: bool = False
     facts: list[str] = field(default_factory=list)
+    if_positive: Format | None = None
 
 
 Pairs = dict[fx.Node, tuple[fx.Node, Preconditioner]]
@@ -229,7 +232,9 @@ def _choose(choice: _Choice, kind: str, inputs: Inputs, wanted: Choices) -> None
         fmt = given
         if not fmt.signed and choice.proved != "non-negative":
             raise FormatMismatchError(slot.key, tuple(choice.tensor.shape), str(fmt), "it may be negative")
-    elif (of_recipe := _of_recipe(given, kind)) is not None:
+    elif (of_recipe := _of_recipe(given, kind := _kept_kind(choice, kind, given))) is not None:
+        if kind == "signed" and choice.proved not in ("non-negative", "non-positive") and not bool(choice.tensor.any()):
+            choice.if_positive = _of_recipe(given, "unsure")
         fmt = _sized(of_recipe, choice.tensor, given, wanted)
         if choice.adds_up and fmt.rounding == "coordinate":
             fmt = dataclasses.replace(fmt, rounding="stochastic")  # a bias in the value would add up
@@ -243,6 +248,23 @@ def _choose(choice: _Choice, kind: str, inputs: Inputs, wanted: Choices) -> None
         return
     choice.reason, choice.by_choice = _refusal(choice, fmt, wanted)
     choice.format = None if choice.reason else fmt
+
+
+def _kept_kind(choice: _Choice, kind: str, recipe: Recipe) -> str:
+    """What values decided is decided once: later ones may say something else, and a run that is resumed must store the same."""
+    tensor = choice.tensor
+    if kind not in ("signed", "unsure") or not isinstance(tensor, QuantizedState) or not bool(tensor.any()):
+        return kind
+    stored = tensor.format
+    for other in ("signed", "unsure"):
+        fmt = _of_recipe(recipe, other)
+        if fmt is not None and (fmt.coordinate, fmt.codebook, fmt.bits) == (
+            stored.coordinate,
+            stored.codebook,
+            stored.bits,
+        ):
+            return other
+    return kind
 
 
 def _sized(fmt: Format, state: Tensor, recipe: Recipe, wanted: Choices) -> Format:
@@ -313,4 +335,7 @@ def _plan(choice: _Choice, inputs: Inputs) -> StatePlan:
         choice.partner,
         tuple(choice.facts),
         choice.written,
+        choice.if_positive
+        and choice.format
+        and dataclasses.replace(choice.if_positive, block_size=choice.format.block_size),
     )

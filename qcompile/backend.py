@@ -31,7 +31,8 @@ from qcompile.passes.find_state import Slot
 from qcompile.passes.pipeline import CompiledClass, CompiledGraph, PlannedRegion, compile_updates, updates_state
 from qcompile.passes.plan_storage import StatePlan
 from qcompile.passes.split_updates import erase_regions
-from qcompile.plan import apply_plans, convert_arguments, refusals
+from qcompile.plan import apply_plans, convert_arguments, refusals, settle
+from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Region, Source, UpdateClass
 from qcompile.runtime.region_op import forget
 from qcompile.runtime.state import QuantizedState
@@ -81,11 +82,14 @@ def qstate(
     for node in compiled.inputs.state:
         if node.op == "get_attr":  # Dynamo's module lives as long as the optimizer, and would keep the dense state
             delattr(gm, str(node.target))
+    plans = [plan for group in compiled.classes for item in group.regions for plan in item.plans.values()]
+    pending = [(p.slot, p.if_positive) for p in plans if p.if_positive is not None and p.slot.marked is None]
     if compiled.in_place:
-        return _with_state(_one_program(compiled, example_inputs, settings), returned, later, chosen.seed)
-    rest = _Rest(compiled)
-    run = _executable(compiled, rest, rest.compile(example_inputs, settings))
-    return _with_state(run, returned, later, chosen.seed)
+        run = _one_program(compiled, example_inputs, settings)
+    else:
+        rest = _Rest(compiled)
+        run = _executable(compiled, rest, rest.compile(example_inputs, settings))
+    return _with_state(run, returned, later, pending, chosen.seed)
 
 
 hooks.install(qstate)
@@ -139,10 +143,14 @@ def _deferred(compiled: CompiledGraph) -> dict[int, StatePlan]:
 
 
 def _with_state(
-    run: Callable[..., Any], returned: dict[int, Source], later: dict[int, StatePlan], seed: int
+    run: Callable[..., Any],
+    returned: dict[int, Source],
+    later: dict[int, StatePlan],
+    pending: list[tuple[Slot, Format]],
+    seed: int,
 ) -> Callable[..., Any]:
     """`run`, which also gives back the state that it returned, and then converts what could not be converted before."""
-    if not returned and not later:
+    if not returned and not later and not pending:
         return run
 
     def with_state(*args: Any) -> Any:
@@ -150,6 +158,7 @@ def _with_state(
         convert_arguments({i: (args[i], plan) for i, plan in later.items()}, seed)
         for i, source in returned.items():
             results[i] = tensor_of(source, args)
+        pending[:] = settle(pending, seed)
         return tuple(results)
 
     return with_state

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from qcompile.exc import MarkedStateError
 from qcompile.options import Choices, Options
+from qcompile.passes.analyse import range_now
 from qcompile.passes.find_state import Slot, state_of
 from qcompile.passes.pipeline import CompiledGraph
 from qcompile.passes.plan_storage import StatePlan, new_state_format
@@ -142,6 +143,20 @@ def convert_arguments(planned: Mapping[int, tuple[Tensor, StatePlan]], seed: int
         partner = None if plan.partner is None else moved.get(plan.partner.place)
         if (plan.partner is None) == (partner is None):
             _apply(dataclasses.replace(plan, slot=moved[plan.slot.place], partner=partner), None, set(), seed)
+
+
+def settle(pending: Sequence[tuple[Slot, Format]], seed: int) -> list[tuple[Slot, Format]]:
+    """Store state by what its first values are, where nothing was known of it; gives what is still zero."""
+    left = []
+    for slot, fmt in pending:
+        state = slot.get()
+        if isinstance(state, QuantizedState) and not bool(state.any()):
+            left.append((slot, fmt))
+            continue
+        if isinstance(state, QuantizedState) and range_now(state).low >= 0:
+            # Another object: what is compiled for this one finds its memory by address, and its guards must fail.
+            slot.set(QuantizedState.quantize(state.dequantize(), fmt, buffer_key(slot, seed, fmt), _stores(slot)))
+    return left
 
 
 def _traced(slot: Slot) -> object:

@@ -145,10 +145,10 @@ class UpdateClass:
         """Look up where everything is that keeps its address, and enter it in the tables."""
         static = [self._static(region) for region in self.regions]
         self._places = [
-            (source, tensor.data_ptr())
+            (source, place_of(tensor))
             for region, views in zip(self.regions, static, strict=True)
             for source, view in zip(region.operands, views, strict=True)
-            if view is not None and (tensor := held(source)) is not None and not isinstance(tensor, QuantizedState)
+            if view is not None and (tensor := held(source)) is not None
         ]
         kernels = [kernel for kernel in (self.quantized, self.dense) if kernel is not None]
         by_table = all(kernel.call_table is not None for kernel in kernels)
@@ -173,10 +173,8 @@ class UpdateClass:
 
     def run(self, args: Sequence[Any]) -> None:
         """Update every region. `args` are the arguments of the compiled graph."""
-        if any(
-            held(source).data_ptr() != place for source, place in self._places
-        ):  # `param.data = ...`, which no guard sees
-            self._bind()
+        if any(place_of(held(source)) != place for source, place in self._places):
+            self._bind()  # no guard sees `param.data = ...`
         if self._tables is not None:
             stores = self._tables.run(self._results(args), args)
             launches.count += self._tables.launches
@@ -243,6 +241,12 @@ class UpdateClass:
                 mine = [reduced.pop(0) for _ in range(fmt.reductions)]
                 for old, new in zip(views[i].scales, finish_scales(mine, fmt), strict=True):
                     old[chunk].copy_(new)
+
+
+def place_of(tensor: Tensor | None) -> int:
+    """Where a tensor's values are, or the codes of a quantized state, which moves all of its parts at once."""
+    assert tensor is not None
+    return (tensor.codes if isinstance(tensor, QuantizedState) else tensor).data_ptr()
 
 
 @functools.lru_cache(maxsize=1024)

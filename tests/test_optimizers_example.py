@@ -107,7 +107,7 @@ def test_a_quantized_run_that_fails_is_a_failure(optimizers: ModuleType) -> None
     sizes = iter([0.1, -1.0])  # the second optimizer is the one to compile
     row = optimizers.Row("torch.optim", "Odd", lambda model: torch.optim.SGD(model.parameters(), lr=next(sizes)))
     args = optimizers.arguments(["--steps", "2"])
-    outcome = optimizers.attempt(row, [optimizers.REGRESSION], args)
+    outcome = optimizers.attempt(row, args)
     assert outcome.word == "failed"
     assert outcome.text == "ValueError: Invalid learning rate: -1.0"
 
