@@ -255,16 +255,15 @@ def _kept_kind(choice: _Choice, kind: str, recipe: Recipe) -> str:
     tensor = choice.tensor
     if kind not in ("signed", "unsure") or not isinstance(tensor, QuantizedState) or not bool(tensor.any()):
         return kind
-    stored = tensor.format
     for other in ("signed", "unsure"):
         fmt = _of_recipe(recipe, other)
-        if fmt is not None and (fmt.coordinate, fmt.codebook, fmt.bits) == (
-            stored.coordinate,
-            stored.codebook,
-            stored.bits,
-        ):
+        if fmt is not None and same_levels(fmt, tensor.format):
             return other
     return kind
+
+
+def same_levels(a: Format, b: Format) -> bool:
+    return (a.coordinate, a.codebook, a.bits) == (b.coordinate, b.codebook, b.bits)
 
 
 def _sized(fmt: Format, state: Tensor, recipe: Recipe, wanted: Choices) -> Format:

@@ -17,7 +17,7 @@ from qcompile.options import Choices, Options
 from qcompile.passes.analyse import range_now
 from qcompile.passes.find_state import Slot, state_of
 from qcompile.passes.pipeline import CompiledGraph
-from qcompile.passes.plan_storage import StatePlan, new_state_format
+from qcompile.passes.plan_storage import StatePlan, new_state_format, same_levels
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel
 from qcompile.runtime.layout import like, order_of, same_order
@@ -153,7 +153,7 @@ def settle(pending: Sequence[tuple[Slot, Format]], seed: int) -> list[tuple[Slot
         if isinstance(state, QuantizedState) and not bool(state.any()):
             left.append((slot, fmt))
             continue
-        if isinstance(state, QuantizedState) and range_now(state).low >= 0:
+        if isinstance(state, QuantizedState) and not same_levels(state.format, fmt) and range_now(state).low >= 0:
             # Another object: what is compiled for this one finds its memory by address, and its guards must fail.
             slot.set(QuantizedState.quantize(state.dequantize(), fmt, buffer_key(slot, seed, fmt), _stores(slot)))
     return left

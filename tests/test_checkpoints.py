@@ -121,6 +121,49 @@ def test_every_class_resumes_bit_for_bit(name: str) -> None:
     same_bits(second.train(2).everything(), first.train(2).everything())
 
 
+class Unproved(torch.optim.Optimizer):
+    """Its second moment cannot be proved to be non-negative: it decays by a tensor."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def _init_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        for p in group["params"]:
+            if p.grad is not None:
+                params.append(p)
+                if not self.state[p]:
+                    self.state[p] = {"decay": torch.tensor(0.9), "v": torch.zeros_like(p)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params: list[Tensor] = []
+            self._init_group(group, params)
+            for p in params:
+                v = self.state[p]["v"]
+                v.mul_(self.state[p]["decay"]).addcmul_(p.grad, p.grad, value=0.1)
+                p.addcdiv_(p.grad, v.clamp_min(1e-12).sqrt(), value=-group["lr"])
+
+
+def test_what_first_values_decide_is_not_decided_again() -> None:
+    """A state of unknown sign is stored by what the first step leaves: also by a run that goes on from a file, and later."""
+    first, formats = Run(Unproved), []
+    for _ in range(3):
+        first.train(1)
+        formats.append(first.optimizer.state[first.params[0]]["v"].format)
+    assert formats[0].coordinate == "pseudo-log"
+    assert formats[0].signed
+    second = Run(Unproved).goes_on_from(first, saved(first.optimizer.state_dict()), load_whole)
+    same_bits(second.train(2).everything(), first.train(2).everything())
+    for run in (first, second):
+        run.optimizer.param_groups[0]["lr"] = 1e-3
+    second.optimizer.state[second.params[0]]["v"].store_(-torch.ones(SHAPES[0]))  # and now it could be told otherwise
+    second.train(1)
+    first.train(1)
+    formats += [run.optimizer.state[run.params[0]]["v"].format for run in (first, second)]
+    assert len(set(formats)) == 1
+
+
 @pytest.fixture(scope="module")
 def trained() -> Run:
     return Run(dtype=torch.bfloat16).train(2)

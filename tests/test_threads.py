@@ -44,14 +44,14 @@ def test_two_threads_give_what_each_gives_alone() -> None:
 
 
 def test_settings_are_put_back_by_the_last_of_several_holders() -> None:
-    first, second = (dynamo_settings({"recompile_limit": 24}, capture_scalar_outputs=True) for _ in range(2))
-    with dynamo_config.patch(capture_scalar_outputs=False, recompile_limit=8):
+    first, second = (dynamo_settings({"minimum_call_count": 3}, verbose=True) for _ in range(2))  # no step sets these
+    with dynamo_config.patch(verbose=False, minimum_call_count=1):
         first.__enter__()
         second.__enter__()
         first.__exit__(None, None, None)
-        assert (dynamo_config.capture_scalar_outputs, dynamo_config.recompile_limit) == (True, 24)
+        assert (dynamo_config.verbose, dynamo_config.minimum_call_count) == (True, 3)
         second.__exit__(None, None, None)
-        assert (dynamo_config.capture_scalar_outputs, dynamo_config.recompile_limit) == (False, 8)
+        assert (dynamo_config.verbose, dynamo_config.minimum_call_count) == (False, 1)
 
 
 def test_data_loader_workers_fork_after_compilation() -> None:

@@ -78,6 +78,9 @@ def dense_values(rows: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 QUANTIZED = [recipe for recipe in RECIPES.values() if recipe.quantized]
+# One recipe per way to store in the default run; `pytest -m slow` runs the others.
+QUICK = {"8bit", "4bit", "zip-sr", "dettmers-8bit"}
+SOME_SLOW = [pytest.param(r, id=r.name, marks=[] if r.name in QUICK else pytest.mark.slow) for r in QUANTIZED]
 EIGHT_BIT = storage_of(RECIPES["8bit"])
 
 
@@ -133,10 +136,13 @@ def agree(found: Twin, expected: Twin, ties: int = 0) -> None:
         assert a.counter is None or torch.equal(a.counter, b.counter)
 
 
-def test_spec_holds_in_both_shapes() -> None:
-    for recipe in QUANTIZED:
-        for in_place in (False, True):
-            verify(built(storage_of(recipe), in_place), PROGRAM, storage_of(recipe))
+@pytest.mark.parametrize("recipe", SOME_SLOW)
+def test_spec_holds_in_both_shapes(recipe: Recipe) -> None:
+    for in_place in (False, True):
+        verify(built(storage_of(recipe), in_place), PROGRAM, storage_of(recipe))
+
+
+def test_spec_holds_of_dense_state() -> None:
     dense = (None, None, None, None)
     verify(built(dense), PROGRAM, dense)
 
@@ -172,7 +178,7 @@ def test_verify_finds_a_missing_scale() -> None:
         verify(update, PROGRAM, EIGHT_BIT)
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED, ids=lambda r: r.name)
+@pytest.mark.parametrize("recipe", SOME_SLOW)
 def test_cpp_is_one_loop_over_the_blocks_and_equals_eager(recipe: Recipe) -> None:
     storage = storage_of(recipe)
     kernel = lower(built(storage), CPU, {})
@@ -196,7 +202,7 @@ def test_one_kernel_serves_every_number_of_rows(rows: int) -> None:
     agree(run(built(EIGHT_BIT), EIGHT_BIT, rows, 256), expected, ties=rows // 500)
 
 
-@pytest.mark.parametrize("language", ["C++", "Triton"])
+@pytest.mark.parametrize("language", [pytest.param("C++", marks=pytest.mark.slow), "Triton"])
 def test_less_repeated_work_generates_the_same(
     language: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_kernels import CPU, PROGRAM, QUANTIZED, Twin, agree, built, run, storage_of
+from test_kernels import CPU, PROGRAM, SOME_SLOW, Twin, agree, built, run, storage_of
 
 from qcompile.passes.lower import lower
 from qcompile.passes.verify import written_inputs
 from qcompile.recipes import Recipe
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED, ids=lambda r: r.name)
+@pytest.mark.parametrize("recipe", SOME_SLOW)
 def test_triton_is_one_kernel_that_touches_everything_once(triton_on_cpu: None, recipe: Recipe) -> None:
     storage = storage_of(recipe)
     update = built(storage, in_place=True)
