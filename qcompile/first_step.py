@@ -89,16 +89,17 @@ def run_apart(optimizer: Optimizer, options: Options, quantize: Callable[[Optimi
 
 def hide_gradients(optimizer: Optimizer, given: list[tuple[Tensor, Tensor]]) -> None:
     """Take gradients away from parameters until `give_gradients_back`."""
+    _hidden[optimizer] = given  # first, so that whatever stops this loses none
     for param, _ in given:
         param.grad = None
-    _hidden[optimizer] = given
 
 
 def give_gradients_back(optimizer: Optimizer) -> bool:
     """Undo the hiding of `run_apart`; whether there was any."""
-    hidden = _hidden.pop(optimizer, [])
+    hidden = _hidden.get(optimizer, [])
     for param, gradient in hidden:
         param.grad = gradient
+    _hidden.pop(optimizer, None)
     return bool(hidden)
 
 

@@ -196,9 +196,10 @@ def own_hooks(optimizer: Optimizer) -> bool:
 
 
 def restore_flags(optimizer: Optimizer) -> None:
-    """Give every group its own `fused` and `foreach` back."""
+    """Give every group its own `fused` and `foreach` back; what is stopped on the way can be done again."""
     for group in optimizer.param_groups:
-        group.update(group.pop(SAVED, {}))
+        group.update(group.get(SAVED, {}))
+        group.pop(SAVED, None)
 
 
 def create_state(optimizer: Optimizer, options: Options) -> None:
