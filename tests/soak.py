@@ -124,8 +124,8 @@ class Soak:
         with torch.no_grad():
             p.view(-1)[place] = before
             for state in training.optimizer.state[p].values():  # what is dense keeps Inf and NaN, as in fp32
-                if not isinstance(state, QuantizedState) and state.dim():
-                    state.nan_to_num_(0.0, 0.0, 0.0)
+                if state.dim():
+                    (state.tail if isinstance(state, QuantizedState) else state).nan_to_num_(0.0, 0.0, 0.0)
 
     def check(self) -> None:
         """Equal bit for bit; everything decodes to finite numbers, and is quantized."""
