@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import weakref
@@ -71,6 +72,14 @@ def analyse() -> Callable[..., pipeline.CompiledGraph]:
 def make_params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def through_a_file(value: Any, weights_only: bool = True) -> Any:
+    """What `torch.load` gives of what `torch.save` wrote."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def set_grads(params: list[nn.Parameter], step: int, scale: float = 1.0) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_params, set_grads
+from conftest import make_params, set_grads, through_a_file
 from torch import Tensor, nn
 
 import qcompile
@@ -48,13 +48,6 @@ def some_slow(names: Iterable[str]) -> list[Any]:
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
-
-
-def saved(value: Any, weights_only: bool = True) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
 
 
 class Run:
@@ -105,7 +98,7 @@ def same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize("recipe", some_slow(QUANTIZED))
 def test_every_recipe_resumes_bit_for_bit(recipe: str) -> None:
     first = Run(recipe=recipe).train(2)
-    second = Run(recipe=recipe).goes_on_from(first, saved(first.optimizer.state_dict()), load_whole)
+    second = Run(recipe=recipe).goes_on_from(first, through_a_file(first.optimizer.state_dict()), load_whole)
     same_bits(second.everything(), first.everything())
     same_bits(second.train(2).everything(), first.train(2).everything())
 
@@ -153,7 +146,7 @@ def test_what_first_values_decide_is_not_decided_again() -> None:
         formats.append(first.optimizer.state[first.params[0]]["v"].format)
     assert formats[0].coordinate == "pseudo-log"
     assert formats[0].signed
-    second = Run(Unproved).goes_on_from(first, saved(first.optimizer.state_dict()), load_whole)
+    second = Run(Unproved).goes_on_from(first, through_a_file(first.optimizer.state_dict()), load_whole)
     same_bits(second.train(2).everything(), first.train(2).everything())
     for run in (first, second):
         run.optimizer.param_groups[0]["lr"] = 1e-3
@@ -194,8 +187,8 @@ def test_every_form_is_bit_for_bit_and_keeps_scales_from_the_cast(how: str, trai
     changes = {
         "deepcopy": copy.deepcopy,
         "pickle": lambda s: pickle.loads(pickle.dumps(s)),
-        "save": lambda s: saved(s, weights_only=False),
-        "weights_only": saved,
+        "save": lambda s: through_a_file(s, weights_only=False),
+        "weights_only": through_a_file,
     }
     again.goes_on_from(trained, changes.get(how, lambda s: s)(state), load)
     same_bits(again.everything(), trained.everything())
@@ -219,8 +212,8 @@ def test_another_recipe_takes_the_state_over(change: str) -> None:
     """Converted on the first step, as near as the coarser of the two formats is."""
     before, _, after = change.split()
     first = Run(recipe=before).train(3)
-    second = Run(recipe=after).goes_on_from(first, saved(first.optimizer.state_dict()), load_whole)
-    dense = Run(recipe="dense").goes_on_from(first, saved(first.optimizer.state_dict()), load_whole)
+    second = Run(recipe=after).goes_on_from(first, through_a_file(first.optimizer.state_dict()), load_whole)
+    dense = Run(recipe="dense").goes_on_from(first, through_a_file(first.optimizer.state_dict()), load_whole)
     second.train(1)
     dense.train(1)
     for p in second.params:
@@ -235,7 +228,7 @@ def test_another_recipe_takes_the_state_over(change: str) -> None:
 
 def test_a_stock_checkpoint_is_quantized_and_given_back() -> None:
     stock = Run(recipe="dense").train(3)
-    ours = Run().goes_on_from(stock, saved(qcompile.dense_state_dict(stock.optimizer)), load_whole)
+    ours = Run().goes_on_from(stock, through_a_file(qcompile.dense_state_dict(stock.optimizer)), load_whole)
     ours.train(1)
     assert isinstance(ours.optimizer.state[ours.params[0]]["exp_avg"], QuantizedState)
     dense = qcompile.dense_state_dict(ours.optimizer)
@@ -243,7 +236,7 @@ def test_a_stock_checkpoint_is_quantized_and_given_back() -> None:
     assert all(type(v) is Tensor for v in values)
     params = make_params(*SHAPES)
     again = adamw(params)
-    again.load_state_dict(saved(dense))
+    again.load_state_dict(through_a_file(dense))
     for mine, theirs in zip(params, ours.params, strict=True):
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(again.state[mine][key], ours.optimizer.state[theirs][key].dequantize())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import through_a_file
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -146,10 +146,7 @@ class Fuzzed:
         if event == "learning rate":
             self.optimizer.param_groups[0]["lr"] = 10 ** (-1 - number % 4)
         elif event == "reload":
-            file = io.BytesIO()
-            torch.save(self.optimizer.state_dict(), file)
-            file.seek(0)
-            self.optimizer.load_state_dict(torch.load(file, weights_only=True))
+            self.optimizer.load_state_dict(through_a_file(self.optimizer.state_dict()))
 
     def twin(self) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
         """Dense and in fp32, where ours is now."""

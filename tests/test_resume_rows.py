@@ -5,7 +5,6 @@ A row is left out where the optimizer itself does not resume: where eager torch,
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import through_a_file
 from torch import Tensor, nn
 
 from qcompile.runtime.state import QuantizedState
@@ -61,10 +61,7 @@ class Run:
 
     def resumed(self, row: Row, compiled: bool) -> Run:
         """Another process, as far as it can be one here: everything comes from a file."""
-        file = io.BytesIO()
-        torch.save([self.model.state_dict(), self.optimizer.state_dict()], file)
-        file.seek(0)
-        weights, state = torch.load(file, weights_only=False)
+        weights, state = through_a_file([self.model.state_dict(), self.optimizer.state_dict()], weights_only=False)
         other = Run(row, compiled)
         other.model.load_state_dict(weights)
         other.optimizer.load_state_dict(state)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_params
+from conftest import make_params, through_a_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -153,13 +152,6 @@ def test_two_optimizers_over_one_parameter() -> None:
     assert (ends[0] - ends[1]).norm() <= 0.02 * (ends[1] - start).norm()
 
 
-def reload(optimizer: Optimizer) -> None:
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    optimizer.load_state_dict(torch.load(file, weights_only=True))
-
-
 def test_replaced_state_is_freed_and_counts_for_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a checkpoint is loaded into a running optimizer; Dynamo gives up where as many compiled steps are alive."""
     monkeypatch.setitem(dense_step.LIMITS, "recompile_limit", 3)
@@ -175,4 +167,4 @@ def test_replaced_state_is_freed_and_counts_for_no_limit(monkeypatch: pytest.Mon
             assert dense_step.activity.ran == ran + 1, f"step {2 * i + j} ran as eager Python"
         assert all(ref() is None for ref in gone), "a compiled step keeps state that is no longer there"
         gone += [weakref.ref(optimizer.state[params[0]][key].codes) for key in MOMENTS]
-        reload(optimizer)
+        optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
