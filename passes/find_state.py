@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from qcompile._compat_distributed import local_of, with_local
 from qcompile.names import alive
 from qcompile.runtime.marks import MARKS, Mark, marks
 
@@ -58,7 +59,11 @@ class Slot:
         return id(whose) if whose is not None else 0, self.path
 
     def get(self) -> Any:
-        """What is there now; None where the optimizer is gone or has dropped it."""
+        """What is there now, of a DTensor what this rank holds; None where the optimizer is gone or has dropped it."""
+        return local_of(self.raw())
+
+    def raw(self) -> Any:
+        """What is there now, as it is."""
         if self.marked is not None:
             return self.marked()
         value = self._root()
@@ -80,8 +85,9 @@ class Slot:
         return found
 
     def set(self, tensor: Tensor) -> None:
-        """Put another tensor there, and wherever else the old one was."""
+        """Put another tensor there, or into the DTensor that is there, and wherever else the old one was."""
         assert self.marked is None
+        tensor = with_local(self.raw(), tensor)
         _put(self._root(), self.path, tensor)
         for other in self.others:
             _put(other._root(), other.path, tensor)
@@ -112,12 +118,14 @@ class Inputs:
     """The inputs of a graph.
 
     Attributes:
-        tensors: each tensor input's real tensor.
+        given: each tensor input's real tensor.
+        tensors: the same, of a DTensor what this rank holds.
         params: inputs that an optimizer updates.
         state: inputs that are optimizer state of floating dtype with at least one dimension, and where they live.
         numbers: inputs that are 0-d tensors in optimizer state, such as step counters, and where they live.
     """
 
+    given: dict[fx.Node, Tensor]
     tensors: dict[fx.Node, Tensor]
     params: frozenset[fx.Node]
     state: dict[fx.Node, Slot]
@@ -164,6 +172,7 @@ def find_state(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Inputs:
             params.add(id(mark.owner()))
     return Inputs(
         tensors,
+        {n: local_of(t) for n, t in tensors.items()},
         frozenset(n for n, t in tensors.items() if id(t) in params),
         {n: slots[id(t)] for n, t in tensors.items() if id(t) in slots and is_state_buffer(t)},
         {n: slots[id(t)] for n, t in tensors.items() if id(t) in slots and t.dim() == 0},

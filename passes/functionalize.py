@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qcompile._compat import example_of, new_fake_mode, trace
+from qcompile._compat import example_of, new_fake_mode, settled, trace
 from qcompile.passes.find_state import Inputs
 from qcompile.passes.outline_updates import Region
 from qcompile.passes.thread_writes import is_scalar
@@ -119,16 +119,16 @@ def functional_graph(region: Region) -> fx.GraphModule:
 def _shape_of(region: Region, inputs: Inputs) -> torch.Size:
     """The shape of everything in an elementwise region."""
     buffers = [example_of(a) for a in region.inputs if a in inputs.params or a in inputs.state]
-    if any(not isinstance(extent, int) for buffer in buffers for extent in buffer.shape):
+    if any(not isinstance(extent, int) for buffer in buffers for extent in settled(buffer.shape)):
         raise NotElementwise("it was traced for buffers of any size")
-    shapes = {buffer.shape for buffer in buffers}
+    shapes = {settled(buffer.shape) for buffer in buffers}
     if len(shapes) != 1:
         found = ", ".join(sorted(str(tuple(s)) for s in shapes)) or "none"
         raise NotElementwise(f"its update touches parameters or state of several shapes: {found}")
     (shape,) = shapes
     for node in region.inputs:
         example = example_of(node)
-        if isinstance(example, Tensor) and example.dim() > 0 and example.shape != shape:
+        if isinstance(example, Tensor) and example.dim() > 0 and settled(example.shape) != shape:
             raise NotElementwise(f"its update reads a tensor of shape {tuple(example.shape)}")
     return shape
 
@@ -144,11 +144,10 @@ def _fake_args(region: Region) -> tuple[list[Tensor], Any]:
                 continue
             if example.dtype.is_complex or example.layout != torch.strided:
                 raise NotElementwise(f"it is {'complex' if example.dtype.is_complex else 'sparse'}")
-            if not all(isinstance(size, int) for size in example.shape):
+            shape, stride = settled(example.shape), settled(example.stride())
+            if not all(isinstance(size, int) for size in shape):
                 raise NotElementwise(f"its update reads a tensor of changing shape {tuple(example.shape)}")
-            args.append(
-                torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
-            )
+            args.append(torch.empty_strided(shape, stride, dtype=example.dtype, device=example.device))
     return args, mode
 
 

@@ -243,7 +243,7 @@ def _own_numbers(
     for i, group in enumerate(groups):
         for root in {index.roots[a] for n in group for a in n.all_input_nodes if a in index.roots}:
             if root in inputs.params:
-                group_of[id(inputs.tensors[root])] = i
+                group_of[id(inputs.given[root])] = i
     own: list[set[fx.Node]] = [set() for _ in groups]
     for number, slot in inputs.numbers.items():
         i = group_of.get(id(slot.param), -1)

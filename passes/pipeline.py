@@ -34,10 +34,12 @@ import torch
 from torch import Tensor, fx
 
 from qcompile._compat import copy_of, is_read_again
+from qcompile._compat_distributed import is_dtensor, local_of
 from qcompile._compat_inductor import code_language
 from qcompile.exc import OverlappingMemoryError
 from qcompile.options import Choices, Options
 from qcompile.passes.analyse import Analysed, analyse
+from qcompile.passes.find_sharding import is_sharded, sharding_conflict
 from qcompile.passes.find_state import Inputs, find_state
 from qcompile.passes.flatten_foreach import flatten_foreach
 from qcompile.passes.functionalize import NotElementwise, UpdateProgram
@@ -55,6 +57,7 @@ from qcompile.runtime.launch import Kernel, Layout
 from qcompile.runtime.layout import may_overlap, order_of, row_order
 from qcompile.runtime.state import QuantizedState
 
+READ_LATER = "it is sharded, and the graph reads what the update writes"
 DEFERRED = "the compiled function holds it in a variable; it is converted when that has run"
 
 
@@ -73,7 +76,7 @@ class PlannedRegion:
         """What a launch follows, without memory: the parameter, or a state buffer where none is updated."""
         node = node_of_param(self.region, self.inputs)
         slot, tensor = self.inputs.state.get(node), self.inputs.tensors[node]
-        return row_order(tensor) if slot is None else order_of(tensor, slot.param)
+        return row_order(tensor) if slot is None else order_of(tensor, local_of(slot.param))
 
     @property
     def device(self) -> torch.device:
@@ -151,7 +154,7 @@ def compile_updates(
     keep_replaced(gm, inputs)
     outline = outline_updates(gm, inputs)
     owners = {id(p): p for slot in inputs.state.values() if (p := slot.param) is not None}
-    for p in owners.values():
+    for p in map(local_of, owners.values()):
         if may_overlap(p):
             raise OverlappingMemoryError(tuple(p.shape), p.stride())
     wanted = Choices.of(options, owners.values())
@@ -160,8 +163,10 @@ def compile_updates(
     planned: list[PlannedRegion] = []
     deferred: dict[fx.Node, StatePlan] = {}
     in_place = outline.in_place
+    is_spread = any(map(is_dtensor, inputs.given.values()))
     for region in outline.regions:
-        analysed, dense, reasons = _analyse(gm, region, inputs)
+        why = READ_LATER if is_spread and outline.in_place else None
+        analysed, dense, reasons = _analyse(gm, region, inputs, why)
         in_place |= not analysed or analysed[0].region is not region
         for node, reason in reasons.items():
             refused[node] = refuse_state(node, inputs, reason, wanted)
@@ -175,7 +180,7 @@ def compile_updates(
     for item in planned:
         by_key.setdefault(item.key, []).append(item)
     classes = tuple(_compile_class(tuple(group), inputs, settings, make_kernel) for group in by_key.values())
-    return CompiledGraph(gm, inputs, classes, refused, in_place, deferred)
+    return CompiledGraph(gm, inputs, classes, refused, in_place and not is_spread, deferred)
 
 
 # Kept for the life of the process: a reloaded checkpoint or a new parameter group compiles nothing again.
@@ -195,16 +200,21 @@ def _states(inputs: Inputs) -> Iterator[tuple[Tensor, list[str]]]:
 
 
 def _analyse(
-    gm: fx.GraphModule, region: Region, inputs: Inputs
+    gm: fx.GraphModule, region: Region, inputs: Inputs, refusal: str | None
 ) -> tuple[list[Analysed], Mapping[fx.Node, str], dict[fx.Node, str]]:
     """A region, or those it is cut into; state that had better stay dense; and state that no region could take, with reasons."""
     dense: Mapping[fx.Node, str] = {}
     analysed: list[Analysed] = []
     refused: dict[fx.Node, str] = {}
+    refusal = refusal or sharding_conflict(region, inputs)
     try:
+        if refusal is not None:
+            raise NotElementwise(refusal)
         return [analyse(region, inputs)], {}, {}
-    except NotElementwise:
+    except NotElementwise as why:
         try:
+            if is_sharded(region, inputs):
+                raise NotElementwise(refusal or f"it is sharded, and its update mixes elements: {why}") from why
             split = split_update(gm, region, inputs)
         except NotElementwise as reason:
             return [], {}, {n: str(reason) for n in region.inputs if n in inputs.state}

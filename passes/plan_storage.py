@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from qcompile._compat_distributed import local_of
 from qcompile.exc import FormatMismatchError, InvalidFormatError
 from qcompile.options import Choices
 from qcompile.passes.analyse import Analysed, range_now
@@ -79,6 +80,7 @@ class _Choice:
 
     node: fx.Node
     tensor: Tensor
+    numel: int  # of a DTensor: on all ranks
     written: bool = False
     proved: str = "unknown"
     format: Format | None = None
@@ -103,7 +105,7 @@ def plan_storage(
     for part in parts:
         fragile.update(_fragile(part, inputs))
         for i, node in part.state():
-            choice = choices.setdefault(node, _Choice(node, inputs.tensors[node]))
+            choice = choices.setdefault(node, _Choice(node, inputs.tensors[node], inputs.given[node].numel()))
             choice.parts += 1
             if part.program.operands[i].written:
                 choice.written, choice.proved = True, part.proofs[i].kind
@@ -148,7 +150,9 @@ def _fragile(part: Analysed, inputs: Inputs) -> Iterator[tuple[fx.Node, str]]:
         memory, param = part.memories[i], inputs.state[node].param
         if memory is None:
             continue
-        if memory.kind == "copy of the parameter" or (param is not None and is_copy(inputs.tensors[node], param)):
+        if memory.kind == "copy of the parameter" or (
+            param is not None and is_copy(inputs.tensors[node], local_of(param))
+        ):
             yield node, COPY
         elif memory.kind == "average of the parameter":
             yield node, AVERAGE
@@ -158,7 +162,7 @@ def _fragile(part: Analysed, inputs: Inputs) -> Iterator[tuple[fx.Node, str]]:
 
 def refuse_state(node: fx.Node, inputs: Inputs, reason: str, wanted: Choices) -> StatePlan:
     """The plan of a state buffer that no region could take."""
-    choice = _Choice(node, inputs.tensors[node], written=True)
+    choice = _Choice(node, inputs.tensors[node], inputs.given[node].numel(), written=True)
     _choose(choice, "signed", inputs, wanted)
     choice.format = None
     if not choice.by_choice:
@@ -275,11 +279,12 @@ def _sized(fmt: Format, state: Tensor, recipe: Recipe, wanted: Choices) -> Forma
 
 
 def _refusal(choice: _Choice, fmt: Format, wanted: Choices) -> tuple[str | None, bool]:
-    numel, least = choice.tensor.numel(), wanted.options.min_numel
-    if numel < least:
-        return f"{numel} elements, fewer than min_numel={least}", True
-    if numel < fmt.block_size:
-        return f"{numel} elements, fewer than a block of {fmt.block_size}", True
+    least = wanted.options.min_numel
+    if choice.numel < least:
+        return f"{choice.numel} elements, fewer than min_numel={least}", True
+    if (numel := choice.tensor.numel()) < fmt.block_size:
+        here = "" if numel == choice.numel else " on this rank"
+        return f"{numel} elements{here}, fewer than a block of {fmt.block_size}", True
     return None, False
 
 

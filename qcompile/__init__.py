@@ -17,8 +17,10 @@ from qcompile.exc import (  # noqa: E402
     InvalidOptionError,
     LostPartnerError,
     MarkedStateError,
+    NoStateYetError,
     NotQuantizedError,
     QCompileError,
+    RanksDifferError,
     UnknownOptionError,
     UnknownRecipeError,
     UnmatchedOverrideError,
@@ -26,6 +28,7 @@ from qcompile.exc import (  # noqa: E402
 )
 from qcompile.explain import Report, explain  # noqa: E402
 from qcompile.marks import mark_state, state_like  # noqa: E402
+from qcompile.new_state import init_state  # noqa: E402
 from qcompile.overrides import Override  # noqa: E402
 from qcompile.recipes import RECIPES, Recipe  # noqa: E402
 from qcompile.runtime.checkpoint import dense_state_dict, flat_state_dict, load_flat_state_dict  # noqa: E402
@@ -42,10 +45,12 @@ __all__ = [
     "InvalidOptionError",
     "LostPartnerError",
     "MarkedStateError",
+    "NoStateYetError",
     "NotQuantizedError",
     "Override",
     "QCompileError",
     "QuantizedState",
+    "RanksDifferError",
     "Recipe",
     "Report",
     "UnknownOptionError",
@@ -55,6 +60,7 @@ __all__ = [
     "dense_state_dict",
     "explain",
     "flat_state_dict",
+    "init_state",
     "load_flat_state_dict",
     "mark_state",
     "qstate",

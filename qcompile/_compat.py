@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+from qcompile._compat_distributed import local_of
 from qcompile.exc import UnsupportedTorchError
 
 copy_all, add_all = torch._foreach_copy_, torch._foreach_add_
@@ -253,8 +254,14 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def example_of(node: fx.Node) -> Any:
-    """The fake value Dynamo computed for a node: a tensor, a SymInt or SymFloat, or None."""
-    return node.meta.get("example_value")
+    """The fake value Dynamo computed for a node: a tensor (of a DTensor what a rank holds), a SymInt or SymFloat, or None."""
+    return local_of(node.meta.get("example_value"))
+
+
+def settled(sizes: Iterable[Any]) -> torch.Size:
+    """Sizes, as ints where tracing has found out what they are: those of a gradient that is a DTensor begin as symbols."""
+    given = ((size, size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size) for size in sizes)
+    return torch.Size([size if known is None else known for size, known in given])
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:

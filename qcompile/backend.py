@@ -18,10 +18,12 @@ from qcompile._compat import (
     example_of,
     mark_static,
     require_supported_torch,
+    settled,
     trace_again,
     with_arguments,
     without_unused_attributes,
 )
+from qcompile._compat_distributed import local_of, with_local
 from qcompile._compat_inductor import inductor_apart, mode_options, stock_inductor
 from qcompile.dense_step import activity
 from qcompile.exc import NotQuantizedError
@@ -36,7 +38,7 @@ from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Region, Source, UpdateClass
 from qcompile.runtime.region_op import forget
 from qcompile.runtime.state import QuantizedState
-from qcompile.runtime.views import tensor_of, weakly
+from qcompile.runtime.views import weakly
 
 
 def qstate(
@@ -103,7 +105,10 @@ def _compiled(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, 
     """
 
     def decoded(value: Any) -> Any:
-        return value.dequantize() if isinstance(value, QuantizedState) and value.partner is not None else value
+        own = local_of(value)
+        if isinstance(own, QuantizedState) and (own.partner is not None or own is not value):
+            return with_local(value, own.dequantize())
+        return value
 
     held = {str(n.target): getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}
     held = {name: value for name, value in held.items() if decoded(value) is not value}
@@ -121,7 +126,7 @@ def _of_changing_shape(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> lis
     return [
         value
         for example, value in pairs
-        if isinstance(example, Tensor) and not all(isinstance(s, int) for s in example.shape)
+        if isinstance(example, Tensor) and not all(isinstance(s, int) for s in settled(example.shape))
     ]
 
 
@@ -133,7 +138,7 @@ def _take_returned_state(compiled: CompiledGraph) -> dict[int, Source]:
     state = compiled.inputs.state
     found = {i: n for i, n in enumerate(output.args[0]) if n in state}
     output.args = (tuple(None if i in found else n for i, n in enumerate(output.args[0])),)
-    return {i: positions[n] if n in positions else weakly(state[n].get()) for i, n in found.items()}
+    return {i: positions[n] if n in positions else weakly(state[n].raw()) for i, n in found.items()}
 
 
 def _deferred(compiled: CompiledGraph) -> dict[int, StatePlan]:
@@ -157,7 +162,7 @@ def _with_state(
         results = [*run(*args)]
         convert_arguments({i: (args[i], plan) for i, plan in later.items()}, seed)
         for i, source in returned.items():
-            results[i] = tensor_of(source, args)
+            results[i] = args[source] if isinstance(source, int) else source()
         pending[:] = settle(pending, seed)
         return tuple(results)
 
@@ -168,7 +173,7 @@ def _follow_dense(compiled: CompiledGraph) -> None:
     """State that went dense is read from where it is now."""
     for node, slot in compiled.inputs.state.items():
         if node.op == "get_attr" and hasattr(compiled.gm, str(node.target)) and slot.optimizer() is not None:
-            setattr(compiled.gm, str(node.target), slot.get())
+            setattr(compiled.gm, str(node.target), slot.raw())
 
 
 def _one_program(
@@ -195,7 +200,7 @@ def _one_program(
 
 def _state_now(slot: Slot | None, value: Any) -> Any:
     """What a state buffer is after conversion; any other value as it is."""
-    return value if slot is None or slot.optimizer() is None else slot.get()
+    return value if slot is None or slot.optimizer() is None else slot.raw()
 
 
 class _Rest:
@@ -265,7 +270,7 @@ def _region(item: PlannedRegion, compiled: CompiledGraph, rest: _Rest) -> Region
             return rest.positions[node]
         if node in inputs.state and isinstance(value := inputs.state[node].get(), Tensor):
             return value
-        return inputs.tensors[node]
+        return inputs.given[node]
 
     return Region(
         tuple(source(operand.index) for operand in item.program.operands),

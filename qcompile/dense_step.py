@@ -113,7 +113,7 @@ def _has_sparse_gradient(optimizer: Optimizer) -> bool:
 
 
 def _has_large_state(optimizer: Optimizer, options: Options) -> bool:
-    values = [slot.get() for slot in state_of(optimizer).values()]
+    values = [slot.raw() for slot in state_of(optimizer).values()]
     return any(is_state_buffer(value) and value.numel() >= options.min_numel for value in values)
 
 

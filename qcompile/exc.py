@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 
@@ -119,6 +119,33 @@ class MarkedStateError(QCompileError):
         super().__init__(
             f"{name} was marked as state and cannot be quantized: {reason}. Marked state is quantized from the start; "
             "keep this one in a plain tensor, without mark_state or state_like."
+        )
+
+
+class NoStateYetError(QCompileError):
+    """State was asked for that only a step of its optimizer creates."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"only a step of {name} creates its state: it has no _init_group and no state yet. "
+            "Run one compiled step before the checkpoint is loaded."
+        )
+
+
+class RanksDifferError(QCompileError):
+    """Processes that train together were told to compile different things."""
+
+    def __init__(self, differing: Mapping[str, Mapping[int, object]]) -> None:
+        lines = []
+        for name, values in differing.items():
+            ranks: dict[str, list[str]] = {}
+            for rank, value in values.items():
+                ranks.setdefault(repr(value), []).append(str(rank))
+            lines.append(f"{name}: " + "; ".join(f"{value} on rank {', '.join(r)}" for value, r in ranks.items()))
+        shown = "\n  ".join(lines)
+        super().__init__(
+            f"ranks that train together differ in what they compile:\n  {shown}\n"
+            "All must have the same options and the same torch. No parameter has moved."
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from qcompile._compat_distributed import local_of
 from qcompile.names import named
 from qcompile.passes.find_state import Slot, is_state_buffer, marked_slot, state_of
 from qcompile.plan import ClassSummary, Record, record_of
@@ -154,7 +155,7 @@ def _non_finite(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> tu
     reports = []
     params = {id(p): (p, o.state.get(p, {})) for o in optimizers for g in o.param_groups for p in g["params"]}
     for key, (param, state) in params.items():
-        tensors = (v for v in state.values() if isinstance(v, Tensor))
+        tensors = (local_of(v) for v in state.values() if isinstance(v, Tensor))
         dense = [v.tail if isinstance(v, QuantizedState) else v for v in tensors]
         parameter, gradient, others = _count_bad([param]), _count_bad([param.grad]), _count_bad(dense)
         if parameter or gradient or others:
@@ -164,7 +165,7 @@ def _non_finite(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> tu
 
 def _count_bad(tensors: Iterable[Tensor | None]) -> int:
     """How many elements of floating tensors are Inf or NaN."""
-    floating = (t.detach() for t in tensors if t is not None and (t.is_floating_point() or t.is_complex()))
+    floating = (local_of(t).detach() for t in tensors if t is not None and (t.is_floating_point() or t.is_complex()))
     values = (t.coalesce().values() if t.is_sparse else t for t in floating)
     return sum(t.numel() - int(t.isfinite().sum()) for t in values)
 

@@ -14,9 +14,7 @@ A step that runs eagerly although a function compiled with our backend called it
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -24,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -32,15 +30,11 @@ from qcompile import _compat
 from qcompile.dense_step import activity, begin_step, end_step, note_eager_step
 from qcompile.exc import NotOneGraphError
 from qcompile.first_step import give_gradients_back, hide_gradients, run_apart, undecorated
-from qcompile.options import Choices, Options
-from qcompile.passes.find_state import is_state_buffer, note_optimizer, state_of
-from qcompile.passes.plan_storage import is_copy, new_state_format
-from qcompile.plan import buffer_key
-from qcompile.runtime.layout import is_flat
-from qcompile.runtime.state import QuantizedState
+from qcompile.new_state import SAVED, create_state, quantize_new_state
+from qcompile.options import Options
+from qcompile.passes.find_state import note_optimizer
+from qcompile.ranks import require_agreement
 
-# Key in a parameter group under which its own flags are kept while a step runs.
-SAVED = "_qstate_flags"
 FLAGS = ("fused", "foreach")
 
 _saved: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # put their flags back before they are saved
@@ -129,6 +123,7 @@ def _trace_token() -> int:
 @torch.compiler.disable
 def _prepare(optimizer: Optimizer, token: int) -> None:
     options = _tokens[token]
+    require_agreement(optimizer, options)
     _note_step(optimizer)
     begin_step(optimizer)
     _compat.always_trace(undecorated(type(optimizer).step))
@@ -200,44 +195,3 @@ def restore_flags(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         group.update(group.get(SAVED, {}))
         group.pop(SAVED, None)
-
-
-def create_state(optimizer: Optimizer, options: Options) -> None:
-    """Create missing state and quantize it, for one parameter at a time.
-
-    Works where an optimizer creates state in `_init_group(group, *lists)`, as torch's do; for others see `first_step`.
-    """
-    if not hasattr(optimizer, "_init_group"):
-        return
-    wanted: Choices | None = None
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None and param.grad.layout == torch.strided and not optimizer.state.get(param):
-                wanted = wanted or Choices.of(options, [p for g in optimizer.param_groups for p in g["params"]])
-                alone = {**group, **group.get(SAVED, {}), "params": [param]}
-                optimizer._init_group(alone, *([] for _ in range(_lists_of(type(optimizer)))))  # type: ignore[arg-type]
-                if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
-                    # SGD begins with momentum = gradient, which is what 0 * momentum + gradient gives, bit for bit.
-                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
-                quantize_new_state(optimizer, param, wanted)
-
-
-@functools.cache
-def _lists_of(kind: type[Optimizer]) -> int:
-    """How many lists `_init_group` takes after the group."""
-    parameters = list(inspect.signature(kind._init_group).parameters.values())[2:]  # type: ignore[attr-defined]
-    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-
-
-def quantize_new_state(optimizer: Optimizer, param: Tensor, wanted: Choices) -> None:
-    """Quantize the state of one parameter by what its values are, as long as nothing else is known about it.
-
-    The plan, made from the graph, gives it its final format.
-    """
-    for slot in [s for s in state_of(optimizer, [param]).values() if s.param is param]:
-        value = slot.get()
-        fits = is_state_buffer(value) and value.is_floating_point() and value.shape == param.shape and is_flat(value)
-        fmt = new_state_format(slot, value, wanted) if fits and not is_copy(value, param) else None
-        if fmt is not None and value.numel() >= max(wanted.options.min_numel, fmt.block_size):
-            quantize = QuantizedState.quantize if value.any() else QuantizedState.zeros_like
-            slot.set(quantize(value, fmt, buffer_key(slot, wanted.options.seed, fmt)))

@@ -12,34 +12,39 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from qcompile._compat import as_plain_inputs, tree_map
+from qcompile._compat_distributed import is_dtensor
 from qcompile.first_step import undecorated
-from qcompile.hooks import create_state, own_hooks, restore_flags, set_flags
-from qcompile.options import Options
+from qcompile.hooks import own_hooks, restore_flags, set_flags
 from qcompile.passes.find_state import TWIN_MARK, state_of
 
 # How deep to look for optimizers: through containers, attributes and the functions that a step calls.
 DEPTH = 4
 
 
-def optimizers_of(function: Callable[..., Any]) -> list[Optimizer]:
-    """The optimizers that a function can reach through its closure, defaults, the globals it names, its object and containers."""
+def reached(function: Callable[..., Any]) -> tuple[list[Optimizer], list[torch.nn.Module]]:
+    """The optimizers and modules that a function can reach through its closure, defaults, the globals it names, its object
+    and containers."""
     found: dict[int, Optimizer] = {}
+    modules: list[torch.nn.Module] = []
     seen: set[int] = set()
 
     def look(value: Any, depth: int) -> None:
-        if id(value) in seen or depth > DEPTH or isinstance(value, (Tensor, torch.nn.Module, types.ModuleType, type)):
+        if id(value) in seen or depth > DEPTH or isinstance(value, (Tensor, types.ModuleType, type)):
             return
         seen.add(id(value))
         if isinstance(value, Optimizer):
             found[id(value)] = value
+        elif isinstance(value, torch.nn.Module):
+            modules.append(value)
         elif isinstance(value, (list, tuple, set)):
             for item in value:
                 look(item, depth + 1)
@@ -60,13 +65,18 @@ def optimizers_of(function: Callable[..., Any]) -> list[Optimizer]:
             look(vars(value), depth + 1)
 
     look(function, 0)
-    return list(found.values())
+    return list(found.values()), modules
 
 
-def why_not(optimizers: list[Optimizer]) -> str | None:
-    """Why a step with these optimizers cannot be one graph, as far as it can be told without trying."""
+def why_not(optimizers: list[Optimizer], modules: Sequence[torch.nn.Module] = ()) -> str | None:
+    """Why a step with these optimizers and modules cannot be one graph, as far as it can be told without trying."""
     if not optimizers:
         return "no optimizer was found in what the function refers to"
+    for module in (inner for outer in modules for inner in outer.modules()):
+        if isinstance(module, DistributedDataParallel):
+            return "DistributedDataParallel reduces gradients in hooks of backward(), which one graph would not run"
+    if any(is_dtensor(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        return "parameters are DTensors, which are gathered and reduced in hooks"
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
@@ -119,25 +129,6 @@ def as_plain_objects(optimizers: list[Optimizer]) -> Iterator[None]:
                     optimizer.step = step
                     optimizer._opt_called = True
                 restore_flags(optimizer)
-
-
-def create_all_state(optimizers: list[Optimizer], options: Options) -> list[tuple[Optimizer, Tensor]]:
-    """Create and quantize missing state before there is a gradient; gives what was created."""
-    created = []
-    for optimizer in optimizers:
-        missing = [
-            p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and not optimizer.state.get(p)
-        ]
-        without = [p for p in missing if p.grad is None]
-        try:
-            for param in without:
-                param.grad = param.detach()  # only its presence is asked for
-            create_state(optimizer, options)
-        finally:
-            for param in without:
-                param.grad = None
-        created += [(optimizer, p) for p in missing if optimizer.state.get(p)]
-    return created
 
 
 def detached(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from qcompile._compat_distributed import local_of, offset_of
 from qcompile.exc import MarkedStateError
 from qcompile.options import Choices, Options
 from qcompile.passes.analyse import range_now
@@ -22,7 +23,7 @@ from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel
 from qcompile.runtime.layout import like, order_of, same_order
 from qcompile.runtime.rounding import key_of
-from qcompile.runtime.state import QuantizedState
+from qcompile.runtime.state import QuantizedState, same_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ def _set_apart(plans: Sequence[StatePlan], options: Options) -> bool:
     for optimizer, second in written:
         dependents = second.dependents() if isinstance(second, QuantizedState) else []
         for first in (state for state in dependents if id(state) not in own):
-            slot = None if optimizer is None else state_of(optimizer).get(id(first))
+            slots = [] if optimizer is None else state_of(optimizer).values()
+            slot = next((s for s in slots if s.get() is first), None)
             if slot is None:
                 continue  # a copy that somebody keeps
             fmt = new_state_format(slot, first, Choices.of(options, [] if slot.param is None else [slot.param]))
@@ -204,13 +206,14 @@ def _apply(plan: StatePlan, group: ClassSummary | None, seen: set[int], seed: in
     if slot.marked is not None and fmt is None:
         raise MarkedStateError(f"state {slot.key!r}", str(plan.reason))
     with torch.no_grad():
-        new = converted(old, fmt, order_of(old, slot.param), random_key, _stores(slot), partner)
+        new = converted(old, fmt, order_of(old, local_of(slot.param)), random_key, _stores(slot), partner)
     if new is not old:
         slot.set(new)
 
 
 def buffer_key(slot: Slot, seed: int, fmt: Format) -> int:
-    """The key of a buffer's random bits: from the seed, the parameter's place in its optimizer and the buffer's name.
+    """The key of a buffer's random bits: from the seed, the parameter's place in its optimizer and the buffer's name, and
+    where in it the part of this rank begins: ranks that hold the same part draw the same bits.
 
     0 for a format that draws none: the place is a search through all parameters.
     """
@@ -219,7 +222,8 @@ def buffer_key(slot: Slot, seed: int, fmt: Format) -> int:
     optimizer, param = slot.optimizer(), slot.param
     groups = [] if optimizer is None else optimizer.param_groups
     places = (i for i, p in enumerate(p for g in groups for p in g["params"]) if p is param)
-    return key_of(seed, f"{next(places, -1)}.{slot.key}")
+    begin = offset_of(slot.raw())
+    return key_of(seed, f"{next(places, -1)}.{slot.key}" + (f"@{begin}" if any(begin) else ""))
 
 
 def _stores(slot: Slot) -> int:
@@ -241,8 +245,10 @@ def converted(
         if fmt is None:
             return value.dequantize()
         if same_order(value, order):
-            if value.format != fmt or value.partner is not partner:
+            if value.format != fmt or not same_values(value.partner, partner):
                 value.requantize_(fmt, key, stores, partner)
+            elif value.partner is not partner:  # loaded with a copy of its own
+                value.attach_(partner)
             return value
         value = value.dequantize()
     return value if fmt is None else QuantizedState.quantize(like(value.detach(), order), fmt, key, stores, partner)

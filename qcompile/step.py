@@ -18,7 +18,8 @@ from qcompile.dense_step import LIMITS, SETTINGS
 from qcompile.exc import NotOneGraphError, QCompileError, cause_of, reason_of
 from qcompile.explain import Report, explain
 from qcompile.first_step import makes_state_in_step
-from qcompile.one_graph import as_plain_objects, create_all_state, detached, optimizers_of, why_not
+from qcompile.new_state import create_all_state
+from qcompile.one_graph import as_plain_objects, detached, reached, why_not
 from qcompile.options import Options
 from qcompile.passes.find_state import note_optimizer
 
@@ -123,10 +124,10 @@ class _Step:
     def _as_one(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
         """The result in a tuple, or None where it has to be several graphs."""
         if self.optimizers is None:
-            self.optimizers = optimizers_of(self.function)
+            self.optimizers, modules = reached(self.function)
             for optimizer in self.optimizers:
                 note_optimizer(optimizer)
-            self.reason = why_not(self.optimizers)
+            self.reason = why_not(self.optimizers, modules)
             if self.reason is not None:
                 self._give_up()
                 return None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from qcompile._compat_distributed import is_dtensor, local_of, with_local
 from qcompile.exc import CheckpointError
 from qcompile.runtime.state import LAYOUT, QuantizedState, parts_of, rebuild
 
@@ -37,8 +38,8 @@ def dense_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
 def dense_values(value: Any) -> Any:
     """A value, dicts, lists and tuples of them, with quantized states as dense tensors."""
-    if isinstance(value, QuantizedState):
-        return value.dequantize()
+    if isinstance(local := local_of(value), QuantizedState):
+        return with_local(value, local.dequantize())
     if isinstance(value, dict):
         return {key: dense_values(item) for key, item in value.items()}
     return type(value)(map(dense_values, value)) if type(value) in (list, tuple) else value
@@ -111,6 +112,10 @@ class _Writer:
         return self.encode(value, f"{path}.{key}".removeprefix("."))
 
     def _tensor(self, value: Tensor, path: str) -> Any:
+        if is_dtensor(value):
+            raise CheckpointError(
+                f"{path} is a DTensor", "what one process holds; DTensors: torch.distributed.checkpoint"
+            )
         if id(value) in self.paths:
             return {"same": self.paths[id(value)]}
         self.paths[id(value)] = path

@@ -6,8 +6,8 @@ meaning. Inside are codes and scales, and a short dense tail of the elements tha
 
 The compiled step never comes through here: it reads and writes `codes`, `scale` and `tail` directly.
 
-A view of a `QuantizedState` (an index, a slice, a transpose) is a dense copy of the values: writing to it changes nothing.
-Write to the state itself: `state.copy_(...)`, `state[rows] = 0`, `state.mul_(0.5)`.
+A slice of a `QuantizedState` is a window: what is written to it is stored. Any other view (an index, a transpose) is a dense
+copy of the values, and writing to that changes nothing. Write to the state itself: `state.copy_(...)`, `state[rows] = 0`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from qcompile._compat import is_fake, tree_flatten, tree_unflatten
+from qcompile._compat import is_fake
 from qcompile.exc import CheckpointError, LostPartnerError
 from qcompile.runtime.codecs import Context, decode_blocks, encode_blocks, in_parts, update_denominator
 from qcompile.runtime.formats import Format
@@ -54,6 +54,7 @@ class QuantizedState(torch.Tensor):
         format: how they are stored.
         partner: for a first moment in update space, the second moment that it is stored relative to.
         is_apart: whether a step was seen that writes the second moment and not this one: it is never relative to it.
+        base, start: the state that this one is a window of, whose memory it shares, and the row where it begins; or None, 0.
     """
 
     codes: Tensor
@@ -63,6 +64,8 @@ class QuantizedState(torch.Tensor):
     format: Format
     partner: QuantizedState | None
     is_apart: bool
+    base: QuantizedState | None
+    start: int
     _dependents: list[weakref.ref[QuantizedState]]
 
     @staticmethod
@@ -90,7 +93,7 @@ class QuantizedState(torch.Tensor):
         partner: QuantizedState | None = None,
     ) -> None:
         self.codes, self.scale, self.tail, self.counter, self.format = codes, scale, tail, counter, metadata[3]
-        self.partner, self.is_apart, self._dependents = partner, False, []
+        self.partner, self.is_apart, self.base, self.start, self._dependents = partner, False, None, 0, []
         if partner is not None:
             partner._dependents.append(weakref.ref(self))
 
@@ -184,8 +187,15 @@ class QuantizedState(torch.Tensor):
         missing = (rows.stop - rows.start) * block_size
         return torch.cat([values, self.tail])[:missing].view(-1, block_size)
 
+    @property
+    def origin(self) -> QuantizedState:
+        """The state that this one is a window of, or itself."""
+        return self if self.base is None else self.base
+
     def dependents(self) -> list[QuantizedState]:
         """The states that are stored relative to this one."""
+        if self.base is not None:
+            return self.base.dependents()
         found = {id(state): state for ref in self._dependents if (state := ref()) is not None and state.partner is self}
         self._dependents = [weakref.ref(state) for state in found.values()]
         return list(found.values())
@@ -202,11 +212,15 @@ class QuantizedState(torch.Tensor):
         dense = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
         make = QuantizedState.zeros_like if is_zero else QuantizedState.quantize
         other = make(dense if is_zero else self.dequantize(), fmt, key, stores, partner)
-        self.codes, self.scale, self.tail, self.counter = other.codes, other.scale, other.tail, other.counter
-        self.format = fmt
-        self.attach_(partner)
+        self.take_(other, partner)
         for state, values in dependents:
             state.store_(values)
+
+    def take_(self, other: QuantizedState, partner: QuantizedState | None) -> None:
+        """Hold what `other`, of the same shape and strides, holds: its memory, not a copy of it."""
+        self.codes, self.scale, self.tail, self.counter = other.codes, other.scale, other.tail, other.counter
+        self.format = other.format
+        self.attach_(partner)
 
     def attach_(self, partner: QuantizedState | None) -> None:
         """Say which second moment this state is stored relative to. The codes are not changed."""
@@ -236,9 +250,10 @@ class QuantizedState(torch.Tensor):
     def _metadata(self) -> Metadata:
         return tuple(self.shape), self.stride(), self.dtype, self.format
 
-    def _carry(
+    def carry_over(
         self, change: Callable[[Tensor], Tensor], partner: QuantizedState | None, dtype: torch.dtype | None = None
     ) -> QuantizedState:
+        """A state that holds what `change` makes of each tensor of this one."""
         shape, stride, own, fmt = self._metadata()
         counter = None if self.counter is None else change(self.counter)
         parts = (change(self.codes), change(self.scale), change(self.tail), counter)
@@ -248,7 +263,7 @@ class QuantizedState(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedState:
         if id(self) not in memo:  # a partner that is copied in the same call is shared, as it is here
-            memo[id(self)] = self._carry(torch.clone, copy.deepcopy(self.partner, memo))
+            memo[id(self)] = self.carry_over(torch.clone, copy.deepcopy(self.partner, memo))
         return cast(QuantizedState, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -276,10 +291,24 @@ class QuantizedState(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        if func in _CARRIED:
-            return _CARRIED[func](*args, **kwargs)
-        return _run_dense(func, args, kwargs)
+        from qcompile.runtime.operators import run
+
+        return run(func, args, kwargs or {})
+
+
+def same_values(a: QuantizedState | None, b: QuantizedState | None) -> bool:
+    """Whether two states hold the same codes, or are the same or None."""
+    if a is b or a is None or b is None:
+        return a is b
+    parts = zip(a.stored[:3], b.stored[:3], strict=True)  # the counter says nothing of the values
+    return a.format == b.format and not a.format.dithered and all(same_bits(x, y) for x, y in parts)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """`torch.equal`, where a NaN equals itself."""
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.uint8), b.to(a.device).contiguous().view(torch.uint8)
+    )
 
 
 def rebuild(
@@ -318,63 +347,3 @@ def rebuild(
 
 
 torch.serialization.add_safe_globals([rebuild])  # for torch.load(weights_only=True), its default
-
-
-def _run_dense(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on the dequantized values, and store what it wrote."""
-    leaves, spec = tree_flatten((args, kwargs))
-    dense = {id(leaf): leaf.dequantize() for leaf in leaves if isinstance(leaf, QuantizedState)}
-    dense_args, dense_kwargs = tree_unflatten([dense.get(id(leaf), leaf) for leaf in leaves], spec)
-    out = func(*dense_args, **dense_kwargs)
-    owner = {}
-    for argument, value in _bound(func, args, kwargs):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for leaf in tree_flatten(value)[0]:
-                if isinstance(leaf, QuantizedState):
-                    leaf.store_(dense[id(leaf)])
-                    owner[id(dense[id(leaf)])] = leaf
-    outs, out_spec = tree_flatten(out)
-    return tree_unflatten([owner.get(id(leaf), leaf) for leaf in outs], out_spec)
-
-
-def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    for i, argument in enumerate(func._schema.arguments):
-        if i < len(args):
-            yield argument, args[i]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
-
-
-def _detach(state: QuantizedState) -> QuantizedState:
-    return state._carry(lambda t: t, state.partner)
-
-
-def _clone(state: QuantizedState, memory_format: torch.memory_format | None = None) -> Tensor:
-    if memory_format not in (None, torch.preserve_format):
-        return state.dequantize().clone(memory_format=memory_format)
-    # what it is relative to goes on changing, so a copy needs its own
-    return state._carry(torch.clone, None if state.partner is None else _own(state.partner, torch.clone))
-
-
-def _to_copy(state: QuantizedState, **kwargs: Any) -> Tensor:
-    dtype = kwargs.get("dtype") or state.dtype
-    if not dtype.is_floating_point or kwargs.get("memory_format") not in (None, torch.preserve_format):
-        return cast(Tensor, torch.ops.aten._to_copy.default(state.dequantize(), **kwargs))
-
-    def move(t: Tensor) -> Tensor:
-        device = kwargs.get("device") or state.device
-        return t.to(device, non_blocking=bool(kwargs.get("non_blocking")), copy=True)
-
-    return state._carry(move, None if state.partner is None else _own(state.partner, move), dtype)
-
-
-def _own(partner: QuantizedState, change: Callable[[Tensor], Tensor]) -> QuantizedState:
-    return partner._carry(change, None)
-
-
-_CARRIED: dict[Any, Any] = {
-    torch.ops.aten.detach.default: _detach,
-    torch.ops.aten.alias.default: _detach,
-    torch.ops.aten.clone.default: _clone,
-    torch.ops.aten._to_copy.default: _to_copy,
-}

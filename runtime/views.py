@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcompile._compat_distributed import local_of
 from qcompile.runtime.codecs import in_parts
 from qcompile.runtime.formats import Format
 from qcompile.runtime.layout import flat, like
@@ -76,10 +77,10 @@ def held(source: Source) -> Tensor | None:
     if isinstance(source, weakref.ref):
         tensor = source()
         assert tensor is not None, "the guards of a step let it run although a tensor that it updates is gone"
-        return tensor
-    return source if isinstance(source, Tensor) else None
+        return local_of(tensor)
+    return local_of(source) if isinstance(source, Tensor) else None
 
 
 def tensor_of(source: Any, args: Sequence[Any]) -> Tensor:
-    value = args[source] if isinstance(source, int) else held(source)
+    value = local_of(args[source]) if isinstance(source, int) else held(source)
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
