@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qcompile._compat import is_fake, tree_flatten, tree_unflatten
+from qcompile.runtime.layout import same_order
 from qcompile.runtime.state import QuantizedState, same_bits
 
 aten = torch.ops.aten
@@ -50,6 +51,8 @@ class Window(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (aten.detach.default, aten.alias.default):
             return Window(args[0].state, args[0].index)
+        if func is aten.copy_.default and isinstance(args[0], Window):
+            return _copy_to_window(*args[:2])
         if func is aten.slice.Tensor:
             window = args[0]
             dim, cut = _cut(window.shape, *args[1:], **(kwargs or {}))
@@ -117,6 +120,16 @@ def _clone(state: QuantizedState, memory_format: torch.memory_format | None = No
     return state.carry_over(torch.clone, None if state.partner is None else _own(state.partner, torch.clone))
 
 
+def _new_empty(state: QuantizedState, size: Sequence[int], **kwargs: Any) -> Tensor:
+    """One of the same size is a state: whoever copies tensor subclasses by their attributes makes it so."""
+    if tuple(size) != tuple(state.shape) or is_fake(state.codes) or kwargs.get("dtype") not in (None, state.dtype):
+        return cast(Tensor, aten.new_empty.default(state.dequantize(), size, **kwargs))
+    model = torch.empty_strided(
+        state.shape, state.stride(), dtype=state.dtype, device=kwargs.get("device") or state.device
+    )
+    return QuantizedState.zeros_like(model, state.format)
+
+
 def _to_copy(state: QuantizedState, **kwargs: Any) -> Tensor:
     dtype = kwargs.get("dtype") or state.dtype
     if not dtype.is_floating_point or kwargs.get("memory_format") not in (None, torch.preserve_format):
@@ -158,7 +171,15 @@ def _slice(state: QuantizedState, *args: Any, **kwargs: Any) -> Tensor:
     if cut == slice(0, state.shape[dim], 1):
         return _detach(state)
     rows = _whole_blocks(state, dim, cut)
-    return Window(state, (*index, *(slice(None),) * (state.dim() - dim - 1))) if rows is None else rows
+    if rows is not None:
+        return rows
+    index = (*index, *(slice(None),) * (state.dim() - dim - 1))
+    first = (
+        slice(state.start, state.start + state.shape[0])
+        if dim
+        else slice(state.start + cut.start, state.start + cut.stop, cut.step)
+    )
+    return Window(state.origin, (first, *index[1:]))
 
 
 def _whole_blocks(state: QuantizedState, dim: int, cut: slice) -> QuantizedState | None:
@@ -189,15 +210,31 @@ def _whole_blocks(state: QuantizedState, dim: int, cut: slice) -> QuantizedState
 
 
 def _copy_(state: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(state, QuantizedState) or not isinstance(source, QuantizedState):
+    given = source.state if isinstance(source, Window) else source
+    both = isinstance(state, QuantizedState) and isinstance(given, QuantizedState) and not is_fake(state.codes)
+    if not both or state.shape != source.shape:
         return cast(Tensor, _run_dense(aten.copy_.default, (state, source, non_blocking), {}))
-    alike = state.shape == source.shape and state.stride() == source.stride() and not is_fake(state.codes)
-    target = state if not alike or _stored_alike(state, source) else _take_format(state, source)
-    if alike and target is not None:
+    target = cast("QuantizedState | None", state)
+    if not _stored_alike(state, given) and _take_format(state.origin, given, state.shape == state.origin.shape):
+        rows = slice(state.start, state.start + state.shape[0], 1)
+        target = state.origin if state.shape == state.origin.shape else _whole_blocks(state.origin, 0, rows)
+    if target is not None and source is given and _stored_alike(target, source) and same_order(target, source):
         _copy_codes(target, source)
     else:
-        state.origin[state.start : state.start + state.shape[0]] = source
+        _copy_to_window(Window(state.origin, (slice(state.start, state.start + state.shape[0]),)), source)
     return state
+
+
+def _copy_to_window(window: Window, source: Tensor) -> Window:
+    given, index = (source.state, source.index) if isinstance(source, Window) else (source, (slice(None),))
+    if isinstance(given, QuantizedState):
+        if not _stored_alike(window.state, given):
+            _take_format(window.state, given, replaces_all=False)
+        if window.state.partner is not None and given.partner is not None:  # first, or nothing would be relative to it
+            Window(window.state.partner, window.index).store_(given.partner.dequantize()[index])
+        source = given.dequantize()[index]
+    window.store_(source)
+    return window
 
 
 def _stored_alike(state: QuantizedState, source: QuantizedState) -> bool:
@@ -207,15 +244,10 @@ def _stored_alike(state: QuantizedState, source: QuantizedState) -> bool:
     return state.partner is None or _stored_alike(state.partner, cast(QuantizedState, source.partner))
 
 
-def _take_format(state: QuantizedState, source: QuantizedState) -> QuantizedState | None:
-    """`state`, stored as `source` is, if that costs none of its values: all are replaced, or it is zero. Else None.
-
-    A window of it is made again; None where the new blocks do not end where it does.
-    """
-    base = state.origin
-    is_whole = base.shape == state.shape
-    if base.dependents() or not (is_whole or not bool(base.any())):
-        return None
+def _take_format(base: QuantizedState, source: QuantizedState, replaces_all: bool) -> bool:
+    """Store `base` as `source` is stored, if that costs none of its values: it is zero, or all are about to be replaced."""
+    if base.dependents() or not (replaces_all or not bool(base.any())):
+        return False
     model = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
     partner = None
     if source.partner is not None:
@@ -224,7 +256,7 @@ def _take_format(state: QuantizedState, source: QuantizedState) -> QuantizedStat
             partner = QuantizedState.zeros_like(model, source.partner.format)
     counter = source.counter if base.counter is None else base.counter
     base.take_(QuantizedState.zeros_like(model, source.format, 0 if counter is None else int(counter[0])), partner)
-    return base if is_whole else _whole_blocks(base, 0, slice(state.start, state.start + state.shape[0], 1))
+    return True
 
 
 def _copy_codes(state: QuantizedState, source: QuantizedState) -> None:
@@ -249,6 +281,7 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.view.default: _view,
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
+    aten.new_empty.default: _new_empty,
     aten.slice.Tensor: _slice,
     aten.copy_.default: _copy_,
 }

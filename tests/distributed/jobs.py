@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -23,7 +32,7 @@ BATCH = 32
 
 
 class Net(nn.Module):
-    """Rows that 2 and 4 ranks divide, rows that they do not, and 3 rows, of which the fourth rank has none."""
+    """Rows that 2 and 4 ranks divide, rows that they do not, 3 rows, of which the fourth rank has none, and one long row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,10 +40,12 @@ class Net(nn.Module):
         self.uneven = nn.Linear(64, 129)
         self.few = nn.Linear(129, 3, bias=False)
         self.norm = nn.LayerNorm(64)
+        self.long = nn.Parameter(torch.ones(4999))  # whose parts are no whole blocks
+        self.register_buffer("pattern", torch.linspace(-1, 1, 4999))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.norm(self.narrow(nn.functional.gelu(self.wide(x))))
-        return y, self.few(torch.tanh(self.uneven(y)))
+        return y, self.few(torch.tanh(self.uneven(y))) + (self.long - self.pattern).square().mean()
 
 
 def loss_of(model: Callable[..., Any], x: Tensor, y: Tensor) -> Tensor:
@@ -198,3 +209,100 @@ def collectives(how: str, compiled: str | None, **options: Any) -> list[str]:
             count = len(profile.events())
             assert count > 0, "nothing was recorded"
     return names
+
+
+class Trainer:
+    """A model, its compiled optimizer, and steps from any point of the same data."""
+
+    def __init__(self, how: str, recipe: str | None, name: str = "AdamW") -> None:
+        self.model, self.call, self.of, self.share = spread_model(how)
+        self.optimizer = make_optimizer(how, name, self.model)
+        self.recipe, self.update = recipe, self.optimizer.step
+        if recipe is not None:
+            self.update = torch.compile(self.optimizer.step, backend="qstate", options={"recipe": recipe})
+
+    def run(self, first: int, last: int) -> list[float]:
+        losses = []
+        for x, y in [*batches(last, self.of, self.share)][first:]:
+            loss = loss_of(self.call, x, y)
+            loss.backward()
+            self.update()
+            self.optimizer.zero_grad()
+            loss = loss.detach()
+            if self.of > 1:
+                dist.all_reduce(loss)
+            losses.append(loss.item() / self.of)
+        return losses
+
+    def state_dict(self, **options: Any) -> dict[str, Any]:
+        chosen = StateDictOptions(**options)
+        model = get_model_state_dict(self.model, options=chosen)
+        return {"model": model, "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=chosen)}
+
+    def load(self, found: dict[str, Any], **options: Any) -> None:
+        chosen = StateDictOptions(**options)
+        set_model_state_dict(self.model, found["model"], options=chosen)
+        set_optimizer_state_dict(self.model, self.optimizer, found["optimizer"], options=chosen)
+
+
+def save(path: str, how: str, recipe: str | None, in_background: bool = False) -> dict[str, Any]:
+    """Train 10 steps, save with `torch.distributed.checkpoint`, and train 5 more."""
+    trainer = Trainer(how, recipe)
+    trainer.run(0, 10)
+    kept = outcome(trainer.model, trainer.optimizer)
+    found = trainer.state_dict()
+    saved = None
+    if in_background:  # in a group of its own: training goes on to communicate
+        group = dist.new_group(backend="gloo")
+        saved = checkpoint.async_save(found, checkpoint_id=path, process_group=group)
+    else:
+        checkpoint.save(found, checkpoint_id=path)
+    losses = trainer.run(10, 15)
+    if saved is not None:
+        saved.result()
+    keys = sorted(checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata)
+    return {"losses": losses, **kept, "after": outcome(trainer.model, trainer.optimizer), "keys": keys}
+
+
+def resume(path: str, how: str, recipe: str | None) -> dict[str, Any]:
+    """Load what `save` saved, and train 5 more steps. Also the numbers of elements that were decoded on the way."""
+    trainer = Trainer(how, recipe)
+    if recipe is not None:
+        qcompile.init_state(trainer.optimizer, recipe=recipe)
+    found = trainer.state_dict()
+    decoded: list[int] = []
+    original = QuantizedState.dequantize
+
+    def counting(state: QuantizedState) -> Tensor:
+        decoded.append(state.numel())
+        return original(state)
+
+    QuantizedState.dequantize = counting  # type: ignore[method-assign]
+    try:
+        checkpoint.load(found, checkpoint_id=path)
+        trainer.load(found)
+    finally:
+        QuantizedState.dequantize = original  # type: ignore[method-assign]
+    kept = outcome(trainer.model, trainer.optimizer)
+    losses = trainer.run(10, 15)
+    after = outcome(trainer.model, trainer.optimizer)
+    return {"losses": losses, **kept, "decoded": decoded, "after": after}
+
+
+def gather(how: str, recipe: str | None) -> dict[str, Any]:
+    """Train 10 steps and gather everything on rank 0, then train 5 more."""
+    trainer = Trainer(how, recipe)
+    trainer.run(0, 10)
+    found = copy.deepcopy(
+        trainer.state_dict(full_state_dict=True, cpu_offload=True)
+    )  # its step counters go on counting
+    return {"found": found, "losses": trainer.run(10, 15)}
+
+
+def scatter(how: str, recipe: str | None, found: dict[str, Any]) -> list[float]:
+    """Load what `gather` gave rank 0, and train 5 steps."""
+    trainer = Trainer(how, recipe)
+    if dist.get_rank() != 0:
+        found = {"model": {}, "optimizer": {}}
+    trainer.load(found, full_state_dict=True, broadcast_from_rank0=True)
+    return trainer.run(10, 15)
