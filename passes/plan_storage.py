@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from qcompile._compat_distributed import local_of
 from qcompile.exc import FormatMismatchError, InvalidFormatError
-from qcompile.options import Choices
+from qcompile.options import Choices, Options
 from qcompile.passes.analyse import Analysed, range_now
 from qcompile.passes.find_state import Inputs, Slot
 from qcompile.passes.infer_preconditioner import Preconditioner, storage_pairs
@@ -186,7 +186,7 @@ def new_state_format(slot: Slot, state: Tensor, wanted: Choices, fresh: bool = F
     given = wanted.recipe_for(slot.param, slot.key)
     recipe = wanted.options.chosen if isinstance(given, Format) else given
     fmt = recipe.second if not fresh and bool(state.any()) and range_now(state).low >= 0 else recipe.signed
-    return None if fmt is None else _sized(fmt, state, recipe, wanted)
+    return None if fmt is None else sized(fmt, state, recipe, wanted.options)
 
 
 def is_apart(state: Tensor) -> bool:
@@ -239,7 +239,7 @@ def _choose(choice: _Choice, kind: str, inputs: Inputs, wanted: Choices) -> None
     elif (of_recipe := _of_recipe(given, kind := _kept_kind(choice, kind, given))) is not None:
         if kind == "signed" and choice.proved not in ("non-negative", "non-positive") and not bool(choice.tensor.any()):
             choice.if_positive = _of_recipe(given, "unsure")
-        fmt = _sized(of_recipe, choice.tensor, given, wanted)
+        fmt = sized(of_recipe, choice.tensor, given, wanted.options)
         if choice.adds_up and fmt.rounding == "coordinate":
             fmt = dataclasses.replace(fmt, rounding="stochastic")  # a bias in the value would add up
         start = wanted.late_start(slot.param) if given.late and kind != "second" else None
@@ -270,8 +270,9 @@ def same_levels(a: Format, b: Format) -> bool:
     return (a.coordinate, a.codebook, a.bits) == (b.coordinate, b.codebook, b.bits)
 
 
-def _sized(fmt: Format, state: Tensor, recipe: Recipe, wanted: Choices) -> Format:
-    block_size = wanted.options.block_size or fmt.block_size
+def sized(fmt: Format, state: Tensor, recipe: Recipe, options: Options) -> Format:
+    """The format with the block size that the options ask for and the rows of a state allow."""
+    block_size = options.block_size or fmt.block_size
     if recipe.rows and state.dim() > 1 and state.numel():
         outermost = max(range(state.dim()), key=lambda d: (state.stride(d), state.shape[d]))
         block_size = row_block_size(state.numel() // state.shape[outermost], block_size)
@@ -303,7 +304,7 @@ def _fitted(node: fx.Node, choices: dict[fx.Node, _Choice], pairs: Pairs, inputs
         if isinstance(given, Format) or given.signed is None:
             found = "no quantized second moment divides it"
             raise FormatMismatchError(slot.key, tuple(choice.tensor.shape), str(fmt), found)
-        return _sized(given.signed, choice.tensor, given, wanted)
+        return sized(given.signed, choice.tensor, given, wanted.options)
     if fmt.rounding == "preconditioner":
         found_pair = next((pair for second, pair in pairs.values() if second is node), None)
         if found_pair is not None:

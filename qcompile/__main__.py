@@ -12,10 +12,12 @@ import torch
 from tqdm import tqdm
 
 from qcompile import bench_command
+from qcompile.bench_shapes import MODELS, model_shapes
 from qcompile.convert import ONE_STATE, TARGETS, convert_file
 from qcompile.exc import CheckpointError
 from qcompile.explain import note_of
 from qcompile.kernels import ARCHITECTURES, KernelStats, Statistics, stats
+from qcompile.memory_plan import OPTIMIZERS, plan_memory, table
 from qcompile.recipes import RECIPES, Recipe
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -47,8 +49,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     conversion.add_argument("--to", required=True, choices=TARGETS, metavar="FORMAT", help=", ".join(TARGETS))
     conversion.add_argument("--key", help="where in the file the optimizer's state dict is; default: it is the file")
     conversion.add_argument("--optimizer", choices=ONE_STATE, help="for files of bitsandbytes with one state")
+    planned = commands.add_parser("plan", help="bytes per rank and per checkpoint under DDP, ZeRO-1 and FSDP2")
+    planned.add_argument("--model", choices=MODELS, default="llama-7b")
+    planned.add_argument("--scale", type=float, default=1.0, help="of every extent of the model")
+    planned.add_argument("--ranks", type=int, default=8)
+    planned.add_argument("--recipe", choices=RECIPES, default="8bit")
+    planned.add_argument("--block-size", type=int, help="elements per scale; the recipe's own by default")
+    planned.add_argument("--optimizer", choices=OPTIMIZERS, default="AdamW")
+    planned.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients")
+    planned.add_argument("--bandwidth", type=float, default=2.0, help="to where checkpoints are written, GB/s")
     given = parser.parse_args(arguments)
-    if given.command == "bench":
+    if given.command == "plan":
+        if given.ranks < 1 or given.bandwidth <= 0 or given.scale <= 0:
+            parser.error(
+                f"--ranks {given.ranks} --scale {given.scale:g} --bandwidth {given.bandwidth:g}: all are above 0"
+            )
+        shapes = model_shapes(given.model, given.scale)
+        dtype = getattr(torch, given.dtype)
+        plan = plan_memory(shapes, given.ranks, given.recipe, given.optimizer, dtype, given.block_size)
+        print(
+            f"{given.model}: {plan.count:,} parameters in {given.dtype}, {given.optimizer}, {given.recipe}, {given.ranks} rank(s)"
+        )
+        print(table(plan, given.bandwidth))
+    elif given.command == "bench":
         bench_command.run(given, bench)
     elif given.command == "convert":
         try:

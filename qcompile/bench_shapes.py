@@ -22,10 +22,15 @@ def gpt2_shapes(width: int, layers: int, scale: float = 1.0) -> list[Shape]:
     return [(extent(50257, scale), d), (extent(1024, scale), d), *layer * layers, (d,), (d,)]
 
 
-def llama_shapes(width: int, hidden: int, layers: int, vocabulary: int, scale: float = 1.0) -> list[Shape]:
-    """Parameters of LLaMA in the order of its modules: q, k, v, o, gate, up, down and two norms per layer; an own head."""
-    d, h, words = (extent(n, scale) for n in (width, hidden, vocabulary))
-    layer: list[Shape] = [*[(d, d)] * 4, (h, d), (h, d), (d, h), (d,), (d,)]
+def llama_shapes(
+    width: int, hidden: int, layers: int, vocabulary: int, scale: float = 1.0, keys: int | None = None
+) -> list[Shape]:
+    """Parameters of LLaMA in the order of its modules: q, k, v, o, gate, up, down and two norms per layer; an own head.
+
+    `keys`: the width of keys and values, where fewer heads have their own.
+    """
+    d, h, words, k = (extent(n, scale) for n in (width, hidden, vocabulary, keys or width))
+    layer: list[Shape] = [(d, d), (k, d), (k, d), (d, d), (h, d), (h, d), (d, h), (d,), (d,)]
     return [(words, d), *layer * layers, (d,), (words, d)]
 
 
@@ -33,6 +38,7 @@ MODELS: dict[str, Callable[[float], list[Shape]]] = {
     "gpt2": lambda scale: gpt2_shapes(768, 12, scale),
     "gpt2-xl": lambda scale: gpt2_shapes(1600, 48, scale),
     "llama-7b": lambda scale: llama_shapes(4096, 11008, 32, 32000, scale),
+    "llama-70b": lambda scale: llama_shapes(8192, 28672, 80, 32000, scale, keys=1024),
     "many-small": lambda scale: [(extent(4, scale), extent(4, scale))] * 300,
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -306,3 +308,12 @@ def scatter(how: str, recipe: str | None, found: dict[str, Any]) -> list[float]:
         found = {"model": {}, "optimizer": {}}
     trainer.load(found, full_state_dict=True, broadcast_from_rank0=True)
     return trainer.run(10, 15)
+
+
+def die_at(step: int, rank: int, how: str) -> None:
+    """Train, and lose a rank."""
+    trainer = Trainer(how, "8bit")
+    trainer.run(0, step)
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    trainer.run(step, step + 5)
