@@ -65,10 +65,11 @@ NEEDED = (
 )
 
 
-def missing_names() -> list[str]:
-    """Names of `NEEDED` that the installed torch does not have."""
+def missing_names(needed: Iterable[tuple[str, str]] | None = None) -> list[str]:
+    """Names of `NEEDED`, or of others, that the installed torch does not have."""
     missing = []
-    for module, path in ((module, path) for module, paths in NEEDED for path in paths.split()):
+    wanted = NEEDED if needed is None else needed
+    for module, path in ((module, path) for module, paths in wanted for path in paths.split()):
         try:
             functools.reduce(getattr, path.split("."), importlib.import_module(module))
         except (ImportError, AttributeError):

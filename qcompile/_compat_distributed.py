@@ -12,6 +12,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 T = TypeVar("T")
+# As `_compat.NEEDED`, of a torch that has torch.distributed.
+NEEDED = (
+    ("torch.distributed.tensor", "DTensor._local_tensor DTensor._spec"),
+    ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"),
+)
 
 
 def is_dtensor(value: object) -> bool:
@@ -33,10 +38,10 @@ def with_local(like: Any, local: Tensor) -> Tensor:
     return type(like)(local, like._spec, requires_grad=False) if is_dtensor(like) else local
 
 
-def spread(value: object) -> object:
-    """How a DTensor is spread: its mesh and placements; None of anything else."""
+def spread(value: object) -> tuple[Any, tuple[Any, ...]]:
+    """How a DTensor is spread: its mesh and placements; (None, ()) of anything else."""
     held: Any = value
-    return (held.device_mesh, tuple(held.placements)) if is_dtensor(value) else None
+    return (held.device_mesh, tuple(held.placements)) if is_dtensor(value) else (None, ())
 
 
 def is_partial(value: object) -> bool:

@@ -38,7 +38,7 @@ from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Region, Source, UpdateClass
 from qcompile.runtime.region_op import forget
 from qcompile.runtime.state import QuantizedState
-from qcompile.runtime.views import weakly
+from qcompile.runtime.views import given_of, weakly
 
 
 def qstate(
@@ -162,7 +162,7 @@ def _with_state(
         results = [*run(*args)]
         convert_arguments({i: (args[i], plan) for i, plan in later.items()}, seed)
         for i, source in returned.items():
-            results[i] = args[source] if isinstance(source, int) else source()
+            results[i] = given_of(source, args)
         pending[:] = settle(pending, seed)
         return tuple(results)
 

@@ -24,23 +24,23 @@ class Window(torch.Tensor):
     """A slice of a state that cuts blocks: reads as the dense values, and what is written to it is stored in the state."""
 
     state: QuantizedState
-    index: tuple[slice, ...]
+    cut: tuple[slice, ...]
 
     @staticmethod
-    def __new__(cls, state: QuantizedState, index: tuple[slice, ...]) -> Window:
-        shape = torch.empty(state.shape, device="meta")[index].shape
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=state.dtype, device=state.device)  # type: ignore[attr-defined]
-        made.state, made.index = state, index
-        return cast(Window, made)
+    def __new__(cls, state: QuantizedState, cut: tuple[slice, ...]) -> Window:
+        shape = torch.empty(state.shape, device="meta")[cut].shape
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=state.dtype, device=state.device)  # type: ignore[attr-defined]
+        made.state, made.cut = state, cut
+        return made
 
     def values(self) -> Tensor:
-        return self.state.dequantize()[self.index].contiguous()
+        return self.state.dequantize()[self.cut].contiguous()
 
     def store_(self, dense: Tensor) -> None:
-        self.state[self.index] = dense
+        self.state[self.cut] = dense
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Window({self.state!r}, {self.index})"
+        return f"Window({self.state!r}, {self.cut})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.values().__reduce_ex__(protocol)
@@ -50,13 +50,13 @@ class Window(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (aten.detach.default, aten.alias.default):
-            return Window(args[0].state, args[0].index)
+            return Window(args[0].state, args[0].cut)
         if func is aten.copy_.default and isinstance(args[0], Window):
             return _copy_to_window(*args[:2])
         if func is aten.slice.Tensor:
             window = args[0]
             dim, cut = _cut(window.shape, *args[1:], **(kwargs or {}))
-            index = list(window.index)
+            index = list(window.cut)
             start = index[dim].start or 0
             index[dim] = slice(
                 start + cut.start * (index[dim].step or 1), start + cut.stop * (index[dim].step or 1), index[dim].step
@@ -211,27 +211,28 @@ def _whole_blocks(state: QuantizedState, dim: int, cut: slice) -> QuantizedState
 
 def _copy_(state: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     given = source.state if isinstance(source, Window) else source
-    both = isinstance(state, QuantizedState) and isinstance(given, QuantizedState) and not is_fake(state.codes)
-    if not both or state.shape != source.shape:
+    if not isinstance(state, QuantizedState) or not isinstance(given, QuantizedState) or is_fake(state.codes):
         return cast(Tensor, _run_dense(aten.copy_.default, (state, source, non_blocking), {}))
-    target = cast("QuantizedState | None", state)
+    if state.shape != source.shape:
+        return cast(Tensor, _run_dense(aten.copy_.default, (state, source, non_blocking), {}))
+    target: QuantizedState | None = state
+    rows = slice(state.start, state.start + state.shape[0], 1)
     if not _stored_alike(state, given) and _take_format(state.origin, given, state.shape == state.origin.shape):
-        rows = slice(state.start, state.start + state.shape[0], 1)
         target = state.origin if state.shape == state.origin.shape else _whole_blocks(state.origin, 0, rows)
-    if target is not None and source is given and _stored_alike(target, source) and same_order(target, source):
-        _copy_codes(target, source)
+    if target is not None and source is given and _stored_alike(target, given) and same_order(target, given):
+        _copy_codes(target, given)
     else:
-        _copy_to_window(Window(state.origin, (slice(state.start, state.start + state.shape[0]),)), source)
+        _copy_to_window(Window(state.origin, (rows,)), source)
     return state
 
 
 def _copy_to_window(window: Window, source: Tensor) -> Window:
-    given, index = (source.state, source.index) if isinstance(source, Window) else (source, (slice(None),))
+    given, index = (source.state, source.cut) if isinstance(source, Window) else (source, (slice(None),))
     if isinstance(given, QuantizedState):
         if not _stored_alike(window.state, given):
             _take_format(window.state, given, replaces_all=False)
         if window.state.partner is not None and given.partner is not None:  # first, or nothing would be relative to it
-            Window(window.state.partner, window.index).store_(given.partner.dequantize()[index])
+            Window(window.state.partner, window.cut).store_(given.partner.dequantize()[index])
         source = given.dequantize()[index]
     window.store_(source)
     return window

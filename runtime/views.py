@@ -81,6 +81,11 @@ def held(source: Source) -> Tensor | None:
     return local_of(source) if isinstance(source, Tensor) else None
 
 
+def given_of(source: Any, args: Sequence[Any]) -> Any:
+    """What a source is, as it is: a DTensor too."""
+    return args[source] if isinstance(source, int) else source() if isinstance(source, weakref.ref) else source
+
+
 def tensor_of(source: Any, args: Sequence[Any]) -> Tensor:
     value = local_of(args[source]) if isinstance(source, int) else held(source)
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

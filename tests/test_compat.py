@@ -10,16 +10,19 @@ import pytest
 import torch
 
 import qcompile
-from qcompile import _compat, _compat_inductor
+from qcompile import _compat, _compat_distributed, _compat_inductor
 from qcompile._compat_dynamo import dynamo_settings
 from qcompile.exc import UnsupportedTorchError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-PRIVATE = re.compile(r"torch\._(dynamo|inductor|functorch|guards|subclasses|C\b)|torch\.utils\._|_foreach_copy_")
+PRIVATE = re.compile(
+    r"torch\._(dynamo|inductor|functorch|guards|subclasses|C\b)|torch\.utils\._|torch\.distributed\.\w+(\.\w+)*\._|\._local_tensor|_foreach_copy_"
+)
 
 
 def test_nothing_is_missing() -> None:
     assert _compat.missing_names() == []
+    assert _compat.missing_names(_compat_distributed.NEEDED) == []
     _compat.require_supported_torch()
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -317,3 +317,18 @@ def die_at(step: int, rank: int, how: str) -> None:
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     trainer.run(step, step + 5)
+
+
+def odd_state() -> dict[Any, str]:
+    """State that is spread in another way than its parameter."""
+    model, call, of, share = spread_model("fsdp")
+    optimizer = make_optimizer("fsdp", "AdamW", model)
+    p = model.wide.weight
+    zeros = distribute_tensor(torch.zeros(p.shape), p.device_mesh, [Replicate()])
+    optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": torch.zeros_like(p)}
+    update = torch.compile(optimizer.step, backend="qstate")
+    for x, y in batches(2, of, share):
+        loss_of(call, x, y).backward()
+        update()
+        optimizer.zero_grad()
+    return outcome(model, optimizer)["formats"]

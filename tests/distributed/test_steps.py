@@ -33,7 +33,10 @@ def alone() -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("count", "how"), CASES)
+@pytest.mark.parametrize(
+    ("count", "how"),
+    [c if c in ((2, "ddp"), (2, "fsdp"), (4, "fsdp")) else pytest.param(*c, marks=pytest.mark.slow) for c in CASES],
+)
 def test_a_dense_run_is_that_of_one_process(ranks: dict[int, Ranks], alone: Any, count: int, how: str) -> None:
     for result in ranks[count].run("train", how=how, compiled="step", steps=STEPS, recipe="dense"):
         assert final(result) == pytest.approx(final(alone["eager"]), rel=1e-5)
@@ -119,6 +122,13 @@ def test_an_update_that_mixes_elements_stays_with_dtensor(two: Ranks) -> None:
     for result, other in zip(two.run("train", how="fsdp", compiled="step", name="Muon"), dense, strict=True):
         assert result["losses"] == pytest.approx(other["losses"], rel=1e-2)
         assert "still to be reduced over ranks" in result["formats"]["wide.weight", "momentum_buffer"]
+
+
+def test_state_that_is_spread_in_another_way(two: Ranks) -> None:
+    for formats in two.run("odd_state"):
+        reason = formats["wide.weight", "exp_avg"]
+        assert reason == "exp_avg has placements (Replicate(),), and what it is used with (Shard(dim=0),)"
+        assert "update-linear8" in formats["narrow.weight", "exp_avg"]
 
 
 @pytest.mark.parametrize("how", ["fsdp", "tp"])
