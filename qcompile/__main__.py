@@ -14,6 +14,7 @@ from tqdm import tqdm
 from qcompile import bench_command
 from qcompile.bench_shapes import MODELS, model_shapes
 from qcompile.convert import ONE_STATE, TARGETS, convert_file
+from qcompile.doctor import examine
 from qcompile.exc import CheckpointError
 from qcompile.explain import note_of
 from qcompile.kernels import ARCHITECTURES, KernelStats, Statistics, stats
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     conversion.add_argument("--to", required=True, choices=TARGETS, metavar="FORMAT", help=", ".join(TARGETS))
     conversion.add_argument("--key", help="where in the file the optimizer's state dict is; default: it is the file")
     conversion.add_argument("--optimizer", choices=ONE_STATE, help="for files of bitsandbytes with one state")
+    commands.add_parser("doctor", help="whether everything that is needed is there and works")
     planned = commands.add_parser("plan", help="bytes per rank and per checkpoint under DDP, ZeRO-1 and FSDP2")
     planned.add_argument("--model", choices=MODELS, default="llama-7b")
     planned.add_argument("--scale", type=float, default=1.0, help="of every extent of the model")
@@ -59,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     planned.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients")
     planned.add_argument("--bandwidth", type=float, default=2.0, help="to where checkpoints are written, GB/s")
     given = parser.parse_args(arguments)
+    if given.command == "doctor":
+        raise SystemExit(doctor())
     if given.command == "plan":
         if given.ranks < 1 or given.bandwidth <= 0 or given.scale <= 0:
             parser.error(
@@ -80,6 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(str(error))
     else:
         print(recipe_table() if given.command == "recipes" else kernel_table(given))
+
+
+def doctor() -> int:
+    """Print every finding of `qcompile.doctor`; gives 1 if any is a fault."""
+    found = []
+    for finding in examine():
+        found.append(finding)
+        print(finding, flush=True)
+    faults = [finding.what for finding in found if finding.state == "fault"]
+    print(f"not ready: {', '.join(faults)}" if faults else "ready")
+    return int(bool(faults))
 
 
 def kernel_table(given: argparse.Namespace) -> str:
