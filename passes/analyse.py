@@ -74,12 +74,7 @@ class Analysed:
 
     def names(self, inputs: Inputs) -> list[str]:
         """What people call the operands: the keys of state, `param`, and what the region reads."""
-        names = []
-        for operand in self.program.operands:
-            node = self.region.inputs[operand.index] if operand.index < len(self.region.inputs) else None
-            slot = inputs.state.get(node) if node is not None else None
-            names.append(operand.role if slot is None else slot.key)
-        return names
+        return operand_names(self.program, self.region, inputs)
 
     def facts(self, i: int, inputs: Inputs) -> list[str]:
         """What was found out about operand `i`, for people to read."""
@@ -90,6 +85,16 @@ class Analysed:
             lines.append(memory.text(numbers))
         seen = dict.fromkeys(f"h(v) = {p.text(numbers)}" for p in self.preconditioners if p.second == i)
         return [*lines, *seen]
+
+
+def operand_names(program: UpdateProgram, region: Region, inputs: Inputs) -> list[str]:
+    """The keys of state, and the roles of other operands."""
+    names = []
+    for operand in program.operands:
+        node = region.inputs[operand.index] if operand.index < len(region.inputs) else None
+        slot = inputs.state.get(node) if node is not None else None
+        names.append(operand.role if slot is None else slot.key)
+    return names
 
 
 def hyperparameters(inputs: Inputs, node: fx.Node) -> dict[str, float]:

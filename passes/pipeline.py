@@ -38,17 +38,19 @@ from qcompile._compat_distributed import is_dtensor, local_of
 from qcompile._compat_inductor import code_language
 from qcompile.exc import OverlappingMemoryError
 from qcompile.options import Choices, Options
-from qcompile.passes.analyse import Analysed, analyse
+from qcompile.passes.analyse import Analysed, analyse, operand_names
 from qcompile.passes.find_sharding import is_sharded, sharding_conflict
 from qcompile.passes.find_state import Inputs, find_state
 from qcompile.passes.flatten_foreach import flatten_foreach
 from qcompile.passes.functionalize import NotElementwise, UpdateProgram
 from qcompile.passes.infer_preconditioner import Preconditioner
 from qcompile.passes.keep_replaced import keep_replaced
+from qcompile.passes.log_graphs import GraphLog, log
 from qcompile.passes.lower import lower
 from qcompile.passes.outline_updates import Region, outline_updates
 from qcompile.passes.plan_storage import StatePlan, node_of_param, plan_storage, refuse_state
 from qcompile.passes.quantize_update import Storage, quantize_update
+from qcompile.passes.show_program import show_program
 from qcompile.passes.split_updates import split_update
 from qcompile.passes.thread_writes import thread_writes, written_by
 from qcompile.passes.verify import verify
@@ -81,6 +83,12 @@ class PlannedRegion:
     @property
     def device(self) -> torch.device:
         return self.inputs.tensors[node_of_param(self.region, self.inputs)].device
+
+    def show(self) -> str:
+        """The update as Python for people."""
+        numbers = [self.inputs.numbers.get(self.region.inputs[i]) for i in self.program.numbers]
+        names = operand_names(self.program, self.region, self.inputs)
+        return show_program(self.program, names, ["number" if slot is None else slot.key for slot in numbers])
 
     @property
     def storage(self) -> tuple[Format | None, ...]:
@@ -148,10 +156,14 @@ def compile_updates(
     """
     make_kernel = make_kernel or _kernel
     gm = copy_of(gm)
+    graphs = GraphLog(gm)
     flatten_foreach(gm)
+    graphs.after("flatten_foreach")
     thread_writes(gm)
+    graphs.after("thread_writes")
     inputs = find_state(gm, example_inputs)
     keep_replaced(gm, inputs)
+    graphs.after("keep_replaced")
     outline = outline_updates(gm, inputs)
     owners = {id(p): p for slot in inputs.state.values() if (p := slot.param) is not None}
     for p in map(local_of, owners.values()):
@@ -179,7 +191,9 @@ def compile_updates(
     by_key: dict[tuple[str, Storage], list[PlannedRegion]] = {}
     for item in planned:
         by_key.setdefault(item.key, []).append(item)
+    graphs.after("split_updates")
     classes = tuple(_compile_class(tuple(group), inputs, settings, make_kernel) for group in by_key.values())
+    log.debug("%s", "\n".join(_class_line(i, group) for i, group in enumerate(classes)) or "no update class")
     return CompiledGraph(gm, inputs, classes, refused, in_place and not is_spread, deferred)
 
 
@@ -235,6 +249,13 @@ def _for_now(node: fx.Node, plan: StatePlan, inputs: Inputs) -> StatePlan:
     if is_same or node.op != "placeholder" or slot.marked is not None or is_read_again(node, slot.holders()):
         return plan
     return dataclasses.replace(plan, format=stored, reason=None if stored else DEFERRED, by_choice=True, partner=None)
+
+
+def _class_line(i: int, group: CompiledClass) -> str:
+    first = group.regions[0]
+    names = operand_names(first.program, first.region, first.inputs)
+    stored = (f"{name} {fmt or 'dense'}" for name, fmt in zip(names, group.layout.storage, strict=True))
+    return f"class {i}, {len(group.regions)} region(s): {', '.join(stored)}\n{first.show()}"
 
 
 def _compile_class(

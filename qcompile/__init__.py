@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-# In a checkout, `passes` and `runtime` lie beside this folder; an installed package has them inside it.
+# In a checkout, `passes` and `runtime` lie beside this folder; an installed package has them inside it. The checkout is not
+# put into `__path__`: it would be a package inside of itself, for whoever looks for all modules (`TORCH_LOGS=qcompile` does).
 _checkout = Path(__file__).resolve().parent.parent
-if (_checkout / "pyproject.toml").exists() and str(_checkout) not in __path__:
-    __path__.append(str(_checkout))
+for _name in ("passes", "runtime") if (_checkout / "pyproject.toml").exists() else ():
+    _folder = _checkout / _name
+    _spec = spec_from_file_location(
+        f"{__name__}.{_name}", _folder / "__init__.py", submodule_search_locations=[str(_folder)]
+    )
+    if _spec is not None and _spec.loader is not None and _spec.name not in sys.modules:
+        sys.modules[_spec.name] = globals()[_name] = module_from_spec(_spec)
+        _spec.loader.exec_module(sys.modules[_spec.name])
 
 from qcompile.backend import qstate  # noqa: E402
 from qcompile.exc import (  # noqa: E402

@@ -57,6 +57,7 @@ NEEDED = (
     ("torch._inductor.utils", "fresh_cache"),
     ("torch._inductor.virtualized", "V.get_ops_handler V.set_fake_mode V.set_choices_handler"),
     ("torch._guards", "TracingContext tracing"),
+    ("torch._logging", "trace_structured"),
     ("torch._subclasses", "FakeTensorMode"),
     ("torch.fx.experimental.proxy_tensor", "make_fx"),
     ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.create_symbol ShapeEnv.create_symintnode"),
@@ -240,6 +241,13 @@ def mark_static(tensor: Tensor) -> bool:
     marked: Any = tensor
     marked._dynamo_static_indices, marked._has_dynamo_dim_marking = set(range(tensor.dim())), True
     return not done
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Put a text into torch's structured trace (`TORCH_TRACE`, read by tlparse); it is made only if there is one."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
 
 
 # -- Dynamo's graph ------------------------------------------------------------------------------------------------

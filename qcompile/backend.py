@@ -6,6 +6,7 @@ compiled as `backend="inductor"` would.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from qcompile._compat import (
     require_supported_torch,
     settled,
     trace_again,
+    trace_artifact,
     with_arguments,
     without_unused_attributes,
 )
@@ -79,6 +81,9 @@ def qstate(
         raise NotQuantizedError(found)
     if apply_plans(compiled, chosen):
         trace_again("optimizer state was converted")
+    trace_artifact("qcompile_update_graph", lambda: str(compiled.gm.graph))
+    for i, group in enumerate(compiled.classes):
+        trace_artifact(f"qcompile_update_class_{i}", functools.partial(_class_text, group))
     later = _deferred(compiled)
     returned = _take_returned_state(compiled)
     for node in compiled.inputs.state:
@@ -95,6 +100,12 @@ def qstate(
 
 
 hooks.install(qstate)
+
+
+def _class_text(group: CompiledClass) -> str:
+    """The update of a class, and the sources of its kernels."""
+    sources = [kernel.source for kernel in (group.quantized, group.dense) if kernel is not None]
+    return "\n\n".join([f"{len(group.regions)} region(s)", group.regions[0].show(), *sources])
 
 
 def _compiled(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from qcompile._compat_distributed import local_of
+from qcompile.kernel_source import traffic
 from qcompile.names import named
 from qcompile.passes.find_state import Slot, is_state_buffer, marked_slot, state_of
 from qcompile.plan import ClassSummary, Record, record_of
@@ -59,20 +61,38 @@ class StateReport:
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """One generated kernel: `name`, `language` ("C++" or "Triton"), the module's `source`, and what it is for."""
+    """One generated kernel.
+
+    Attributes:
+        name, language: of the function; "C++" or "Triton".
+        source: the module's.
+        role: what it is for.
+        loaded, stored: bytes per element of the parameter, counted in the source; None where its form is not known.
+    """
 
     name: str
     language: str
     source: str = field(repr=False)
     role: str
+    loaded: float | None
+    stored: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class ClassReport:
-    """An update class: how many parameters it updates, and the indices of its kernels in `Report.kernels`."""
+    """An update class.
+
+    Attributes:
+        regions: how many parameters it updates.
+        kernels: indices of its kernels in `Report.kernels`.
+        launches: of kernels in a step: one per kernel, or one per kernel and region where it takes no table of addresses.
+        program: the update as Python, one operation per line.
+    """
 
     regions: int
     kernels: tuple[int, ...]
+    launches: int
+    program: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +141,15 @@ class Report:
         """Bytes of all state if none were quantized."""
         return sum(state.dense_bytes for state in self.states)
 
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as what `json.dump` takes: dicts, lists, strings and numbers, under the names of the attributes.
+
+        `version` is raised when a key goes or changes its meaning.
+        """
+        found = cast("dict[str, Any]", _plain(dataclasses.asdict(self)))
+        totals = {"state_bytes": self.state_bytes, "dense_state_bytes": self.dense_state_bytes}
+        return {"version": 1, **found, **totals}
+
     def __str__(self) -> str:
         facts = _fact_lines(self.states)
         bad = [_non_finite_line(report) for report in self.non_finite]
@@ -149,6 +178,14 @@ def explain(*optimizers: Optimizer) -> Report:
     kernels, class_reports = _kernels(classes)
     graphs = sum(record_of(optimizer).graphs for optimizer in optimizers)
     return Report(tuple(states), class_reports, kernels, graphs, non_finite=_non_finite(optimizers, names))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def _non_finite(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> tuple[NonFiniteReport, ...]:
@@ -223,10 +260,21 @@ def _kernels(classes: list[ClassSummary]) -> tuple[tuple[KernelReport, ...], tup
                 continue
             if not any(kernel is other for other in found):
                 found.append(kernel)
-                kernels.append(KernelReport(kernel.name, kernel.language, kernel.source, role))
+                kernels.append(KernelReport(kernel.name, kernel.language, kernel.source, role, *_moved(kernel)))
             indices.append(next(i for i, other in enumerate(found) if other is kernel))
-        reports.append(ClassReport(group.regions, tuple(indices)))
+        own = [kernel for kernel in (group.quantized, group.dense) if kernel is not None]
+        by_table = all(kernel.call_table is not None for kernel in own)
+        launches = len(own) * (1 if by_table else group.regions)
+        reports.append(ClassReport(group.regions, tuple(indices), launches, group.program))
     return tuple(kernels), tuple(reports)
+
+
+def _moved(kernel: Kernel) -> tuple[float | None, float | None]:
+    try:
+        found = traffic(kernel)
+    except ValueError:  # another Inductor writes it in another form
+        return None, None
+    return found.read, found.written
 
 
 def _state_lines(states: tuple[StateReport, ...]) -> list[str]:
@@ -266,11 +314,18 @@ def _fact_lines(states: tuple[StateReport, ...]) -> list[str]:
 def _class_lines(report: Report) -> list[str]:
     lines = []
     for i, group in enumerate(report.classes):
-        kernels = "; ".join(
-            f"{report.kernels[k].role}: {report.kernels[k].name} ({report.kernels[k].language})" for k in group.kernels
-        )
-        lines.append(f"class {i}: {group.regions} region(s); {kernels}")
+        kernels = "; ".join(_kernel_text(report.kernels[k]) for k in group.kernels)
+        lines.append(f"class {i}: {group.regions} region(s), {group.launches} launch(es) a step; {kernels}")
+        same = next(j for j, other in enumerate(report.classes) if other.program == group.program)
+        lines += [
+            f"  {line}" for line in (group.program.splitlines() if same == i else [f"the update of class {same}"])
+        ]
     return lines or ["no update class was compiled"]
+
+
+def _kernel_text(kernel: KernelReport) -> str:
+    moved = "" if kernel.loaded is None else f", {kernel.loaded:.2f} B read and {kernel.stored:.2f} written per element"
+    return f"{kernel.role}: {kernel.name} ({kernel.language}{moved})"
 
 
 def _non_finite_line(found: NonFiniteReport) -> str:

@@ -28,11 +28,12 @@ from qcompile.runtime.state import QuantizedState, same_values
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """What is worth keeping of an update class: how many regions it has, and its kernels."""
+    """What is worth keeping of an update class: how many regions it has, its kernels, and the update as Python for people."""
 
     regions: int
     quantized: Kernel | None
     dense: Kernel | None
+    program: str
 
 
 log = logging.getLogger("qcompile")
@@ -93,7 +94,7 @@ def apply_plans(compiled: CompiledGraph, options: Options) -> bool:
     held = [slot for n, slot in compiled.inputs.state.items() if n.op != "placeholder"]
     quantized = [(slot, _traced(slot)) for slot in held if isinstance(slot.get(), QuantizedState)]
     for group in compiled.classes:
-        summary = ClassSummary(len(group.regions), group.quantized, group.dense)
+        summary = ClassSummary(len(group.regions), group.quantized, group.dense, group.regions[0].show())
         for item in group.regions:
             for plan in sorted(item.plans.values(), key=_is_relative):
                 _apply(plan, summary, seen, options.seed)

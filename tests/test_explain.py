@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
 import pytest
 import torch
+from conftest import set_grads
 from torch import nn
 
 import qcompile
@@ -195,3 +197,57 @@ def test_several_optimizers_in_one_step() -> None:
     assert losses[-1] < losses[0]
     quantized = {s.key for s in step.explain().states if s.reason is None}
     assert quantized == {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+
+
+def test_the_update_of_a_class_runs_as_python(params, train) -> None:
+    """What is printed computes what eager AdamW does: every line is executed."""
+    p = params((64, 128))
+    optimizer = torch.optim.AdamW(p, lr=1e-2)
+    train(p, torch.compile(optimizer.step, backend="qstate", options={"recipe": "dense"}), steps=1)
+    (group,) = qcompile.explain(optimizer).classes
+    assert group.launches == 1
+    body = group.program.splitlines()
+    assert body[0] == "def update(param, exp_avg, input, exp_avg_sq, step):"
+    names = {
+        name: getattr(torch.ops.aten, name)
+        for name in ("add", "rsub", "sqrt", "reciprocal", "mul", "neg", "lerp", "div", "addcdiv")
+    }
+    names |= {"pow": torch.pow, "to_copy": torch.ops.aten._to_copy, "float32": torch.float32}
+    names |= {"fma": lambda a, b, c: a * b + c, "copy": lambda old, new: new}
+    source = "\n".join([*body, "    return param, exp_avg, exp_avg_sq, step"])
+    exec(source, names)
+    (dense,) = params((64, 128))
+    reference = torch.optim.AdamW([dense], lr=1e-2, foreach=False)
+    step = torch.tensor(0.0)
+    mine = [dense.detach().clone(), torch.zeros(64, 128), torch.zeros(64, 128)]
+    for i in range(3):
+        set_grads([dense], i)
+        *mine, step = names["update"](mine[0], mine[1], dense.grad, mine[2], step)
+        reference.step()
+    assert torch.allclose(mine[0], dense.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_report_as_json(params, train) -> None:
+    p = params((64, 128), (8, 8))
+    optimizer = torch.optim.AdamW(p, lr=1e-2)
+    train(p, torch.compile(optimizer.step, backend="qstate"), steps=1)
+    report = qcompile.explain(optimizer)
+    found = json.loads(json.dumps(report.to_dict()))
+    assert found["version"] == 1
+    assert set(found) == {
+        "version",
+        "states",
+        "classes",
+        "kernels",
+        "graphs",
+        "not_one_graph",
+        "non_finite",
+        "state_bytes",
+        "dense_state_bytes",
+    }
+    assert found["state_bytes"] == report.state_bytes == sum(state["stored_bytes"] for state in found["states"])
+    (quantized,) = [k for k in found["kernels"] if k["role"] == "quantized blocks"]
+    # fp32 parameter and gradient, one byte for each moment, scales of 2 and 8 bytes per block of 128
+    assert quantized["loaded"] == pytest.approx(4 + 4 + 1 + 1 + 10 / 128, abs=0.05)
+    assert quantized["stored"] == pytest.approx(4 + 1 + 1 + 10 / 128, abs=0.05)
+    assert {state["dtype"] for state in found["states"]} == {"float32"}
