@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
+import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -149,6 +153,16 @@ class Report:
         found = cast("dict[str, Any]", _plain(dataclasses.asdict(self)))
         totals = {"state_bytes": self.state_bytes, "dense_state_bytes": self.dense_state_bytes}
         return {"version": 1, **found, **totals}
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as one page that needs nothing else: it is read with any browser, also without a network.
+
+        Raises:
+            OSError: `path` cannot be written.
+        """
+        template = (importlib.resources.files("qcompile") / "report.html").read_text(encoding="utf-8")
+        data = json.dumps(self.to_dict(), allow_nan=False).replace("</", "<\\/")  # which would end the script
+        Path(path).write_text(template.replace("@DATA@", data), encoding="utf-8")
 
     def __str__(self) -> str:
         facts = _fact_lines(self.states)
