@@ -278,6 +278,7 @@ def _compile_class(
         program.scalars,
         len(program.scalar_dtypes),
         program.written_numbers,
+        program.elements,
     )
     dense = make_kernel(first, tail, device, settings) if needs_dense else None
     return CompiledClass(group, layout, quantized, dense)

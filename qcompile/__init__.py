@@ -37,6 +37,7 @@ from qcompile.exc import (  # noqa: E402
 )
 from qcompile.explain import Report, explain  # noqa: E402
 from qcompile.marks import mark_state, state_like  # noqa: E402
+from qcompile.monitoring import Figures, Monitor, monitor  # noqa: E402
 from qcompile.new_state import init_state  # noqa: E402
 from qcompile.overrides import Override  # noqa: E402
 from qcompile.recipes import RECIPES, Recipe  # noqa: E402
@@ -48,12 +49,14 @@ from qcompile.step import train_step  # noqa: E402
 __all__ = [
     "RECIPES",
     "CheckpointError",
+    "Figures",
     "Format",
     "FormatMismatchError",
     "InvalidFormatError",
     "InvalidOptionError",
     "LostPartnerError",
     "MarkedStateError",
+    "Monitor",
     "NoStateYetError",
     "NotQuantizedError",
     "Override",
@@ -72,6 +75,7 @@ __all__ = [
     "init_state",
     "load_flat_state_dict",
     "mark_state",
+    "monitor",
     "qstate",
     "state_like",
     "train_step",

@@ -26,7 +26,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from qcompile import _compat
+from qcompile import _compat, monitoring
 from qcompile.dense_step import activity, begin_step, end_step, note_eager_step
 from qcompile.exc import NotOneGraphError
 from qcompile.first_step import give_gradients_back, hide_gradients, run_apart, undecorated
@@ -125,6 +125,7 @@ def _prepare(optimizer: Optimizer, token: int) -> None:
     options = _tokens[token]
     require_agreement(optimizer, options)
     _note_step(optimizer)
+    monitoring.begin_step(optimizer)
     begin_step(optimizer)
     _compat.always_trace(undecorated(type(optimizer).step))
     give_gradients_back(optimizer)  # of a step that failed
@@ -169,6 +170,7 @@ def _note_step(optimizer: Optimizer) -> None:
 def _finish(optimizer: Optimizer, token: int) -> None:
     restore_flags(optimizer)
     give_gradients_back(optimizer)
+    monitoring.end_step(optimizer)
     if end_step(optimizer, _tokens[token]):
         gc.collect()  # tracing leaves cycles, and they hold the dense state that was converted
 

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 import torch
 from torch.optim import Optimizer
 
-from qcompile import hooks
+from qcompile import hooks, monitoring
 from qcompile._compat import compiling_errors
 from qcompile._compat_dynamo import dynamo_settings, tracing_backward
 from qcompile.dense_step import LIMITS, SETTINGS
@@ -133,6 +133,8 @@ class _Step:
                 return None
             if any(makes_state_in_step(optimizer) for optimizer in self.optimizers):
                 return None  # only a step makes this state; the next call is one graph
+        for optimizer in self.optimizers:
+            monitoring.begin_step(optimizer)
         created = create_all_state(self.optimizers, self.options)
         before = self.watch.graphs
         try:
@@ -154,6 +156,8 @@ class _Step:
         finally:
             self.watch.whole = False
         self.watch.optimizers.update(self.optimizers)
+        for optimizer in self.optimizers:
+            monitoring.end_step(optimizer)
         for optimizer, param in created:  # an eager optimizer has no state for what is not part of the step
             if id(param) not in self.watch.params:
                 optimizer.state.pop(param, None)

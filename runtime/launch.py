@@ -98,6 +98,8 @@ class Layout:
         scalars: computes the 0-d inputs of the kernel from the region's numbers, and the new value of written numbers.
         scalar_count: how many 0-d inputs the kernel has.
         written_numbers: which numbers are written.
+        elements: the exact update of values, whatever they are stored in: takes the operands, each [n], and the 0-d inputs,
+            and gives the new values of those that are written. For `observers`.
     """
 
     storage: tuple[Format | None, ...]
@@ -105,6 +107,7 @@ class Layout:
     scalars: Callable[..., Any]
     scalar_count: int
     written_numbers: tuple[int, ...]
+    elements: Callable[..., Any] | None = None
 
     @property
     def block_size(self) -> int:
@@ -118,6 +121,10 @@ class Region:
     operands: tuple[Source, ...]
     numbers: tuple[Source, ...]
     model: Tensor
+
+
+# Called with a class and the arguments before it runs; each may give a function to call when it has run.
+observers: list[Callable[[UpdateClass, Sequence[Any]], Callable[[], None] | None]] = []
 
 
 class UpdateClass:
@@ -173,6 +180,12 @@ class UpdateClass:
 
     def run(self, args: Sequence[Any]) -> None:
         """Update every region. `args` are the arguments of the compiled graph."""
+        after = [then for observe in observers if (then := observe(self, args)) is not None]
+        self._run(args)
+        for then in after:
+            then()
+
+    def _run(self, args: Sequence[Any]) -> None:
         if any(place_of(held(source)) != place for source, place in self._places):
             self._bind()  # no guard sees `param.data = ...`
         if self._tables is not None:

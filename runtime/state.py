@@ -192,6 +192,16 @@ class QuantizedState(torch.Tensor):
         """The state that this one is a window of, or itself."""
         return self if self.base is None else self.base
 
+    def head(self, count: int) -> Tensor:
+        """The first `count` values in storage order, fp32, 1-D; `count` is a multiple of the block size."""
+        blocks = count // self.format.block_size
+        parts = [
+            self._decoded(slice(i, min(i + step, blocks)))
+            for step in [max(1, CHUNK // self.format.block_size)]
+            for i in range(0, blocks, step)
+        ]
+        return torch.cat(parts).flatten() if parts else self.scale.new_empty(0, dtype=torch.float32)
+
     def dependents(self) -> list[QuantizedState]:
         """The states that are stored relative to this one."""
         if self.base is not None:
