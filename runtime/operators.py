@@ -217,7 +217,7 @@ def _copy_(state: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return cast(Tensor, _run_dense(aten.copy_.default, (state, source, non_blocking), {}))
     target: QuantizedState | None = state
     rows = slice(state.start, state.start + state.shape[0], 1)
-    if not _stored_alike(state, given) and _take_format(state.origin, given, state.shape == state.origin.shape):
+    if not _stored_alike(state, given) and _take_format(state.origin, given):
         target = state.origin if state.shape == state.origin.shape else _whole_blocks(state.origin, 0, rows)
     if target is not None and source is given and _stored_alike(target, given) and same_order(target, given):
         _copy_codes(target, given)
@@ -230,7 +230,7 @@ def _copy_to_window(window: Window, source: Tensor) -> Window:
     given, index = (source.state, source.cut) if isinstance(source, Window) else (source, (slice(None),))
     if isinstance(given, QuantizedState):
         if not _stored_alike(window.state, given):
-            _take_format(window.state, given, replaces_all=False)
+            _take_format(window.state, given)
         if window.state.partner is not None and given.partner is not None:  # first, or nothing would be relative to it
             Window(window.state.partner, window.cut).store_(given.partner.dequantize()[index])
         source = given.dequantize()[index]
@@ -245,9 +245,10 @@ def _stored_alike(state: QuantizedState, source: QuantizedState) -> bool:
     return state.partner is None or _stored_alike(state.partner, cast(QuantizedState, source.partner))
 
 
-def _take_format(base: QuantizedState, source: QuantizedState, replaces_all: bool) -> bool:
-    """Store `base` as `source` is stored, if that costs none of its values: it is zero, or all are about to be replaced."""
-    if base.dependents() or not (replaces_all or not bool(base.any())):
+def _take_format(base: QuantizedState, source: QuantizedState) -> bool:
+    """Store `base` as `source` is stored, if it was made to be loaded into. One that has values may be that of a compiled
+    step, which knows how it is stored."""
+    if base.dependents() or not base.is_fresh:
         return False
     model = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
     partner = None

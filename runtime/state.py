@@ -202,6 +202,11 @@ class QuantizedState(torch.Tensor):
         ]
         return torch.cat(parts).flatten() if parts else self.scale.new_empty(0, dtype=torch.float32)
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it is as `zeros_like` made it."""
+        return not any(bool(t.view(torch.uint8).any()) for t in self.stored[:3])
+
     def dependents(self) -> list[QuantizedState]:
         """The states that are stored relative to this one."""
         if self.base is not None:
