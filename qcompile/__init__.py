@@ -44,7 +44,7 @@ from qcompile.recipes import RECIPES, Recipe  # noqa: E402
 from qcompile.runtime.checkpoint import dense_state_dict, flat_state_dict, load_flat_state_dict  # noqa: E402
 from qcompile.runtime.formats import Format  # noqa: E402
 from qcompile.runtime.state import QuantizedState  # noqa: E402
-from qcompile.step import train_step  # noqa: E402
+from qcompile.step import compile_step, train_step  # noqa: E402
 
 __all__ = [
     "RECIPES",
@@ -69,6 +69,7 @@ __all__ = [
     "UnknownRecipeError",
     "UnmatchedOverrideError",
     "UnsupportedTorchError",
+    "compile_step",
     "dense_state_dict",
     "explain",
     "flat_state_dict",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -95,6 +96,35 @@ def train_step(
         return call
 
     return decorate if function is None else decorate(function)
+
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+def compile_step(
+    optimizer: AnyOptimizer, *, mode: str | None = None, dynamic: bool | None = None, **options: Any
+) -> AnyOptimizer:
+    """Let `optimizer.step()` be compiled from now on, for trainers that call it themselves; gives the optimizer back.
+
+    What `optimizer.step = torch.compile(optimizer.step, backend="qstate")` would do, but `step` stays a method, which
+    learning-rate schedulers ask for. The class of the optimizer, and other optimizers of that class, are not changed.
+
+    Args:
+        mode, dynamic: as in `torch.compile`.
+        options: see `qcompile.options.Options`.
+
+    Raises:
+        UnknownRecipeError, UnknownOptionError, InvalidOptionError: `options` is wrong.
+    """
+    Options.parse(options)
+    compiled = torch.compile(optimizer.step, backend="qstate", options=options or None, mode=mode, dynamic=dynamic)
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs)
+
+    changed: Any = optimizer
+    changed.step = types.MethodType(step, optimizer)
+    return optimizer
 
 
 class _Step:

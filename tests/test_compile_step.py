@@ -1,0 +1,72 @@
+"""`compile_step`: an optimizer whose `step` is compiled wherever it is called from."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import make_params, set_grads
+from torch.optim.lr_scheduler import LambdaLR
+
+import qcompile
+from qcompile.runtime.state import QuantizedState
+
+
+@pytest.mark.parametrize("when", ["before", "after", "no scheduler"])
+def test_with_schedulers_made_before_and_after(when: str, recwarn: pytest.WarningsRecorder) -> None:
+    """The same steps as `torch.compile(optimizer.step)`, and the scheduler sees that it was called."""
+    results = []
+    for compiled in (False, True):
+        params = make_params((64, 128))
+        optimizer = torch.optim.AdamW(params, lr=1e-2)
+        schedules = [LambdaLR(optimizer, lambda t: 0.5**t)] if when == "before" else []
+        if compiled:
+            assert qcompile.compile_step(optimizer) is optimizer
+        step = torch.compile(optimizer.step, backend="qstate") if not compiled else None
+        if when == "after":
+            schedules = [LambdaLR(optimizer, lambda t: 0.5**t)]
+        for i in range(3):
+            set_grads(params, i)
+            optimizer.step() if step is None else step()
+            for schedule in schedules:
+                schedule.step()
+        results.append(params[0].detach().clone())
+        assert isinstance(optimizer.state[params[0]]["exp_avg"], QuantizedState)
+    assert torch.equal(*results)
+    if when != "no scheduler":
+        mine = [w for w in recwarn if "lr_scheduler.step()` before `optimizer.step()" in str(w.message)]
+        assert len(mine) <= 1, "the compiled method hides from the scheduler that it was called"
+
+
+def test_grad_scaler_and_closures() -> None:
+    params = make_params((64, 128))
+    optimizer = qcompile.compile_step(torch.optim.SGD(params, lr=1e-2, momentum=0.9), recipe="4bit")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(params[0].square().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    state = optimizer.state[params[0]]["momentum_buffer"]
+    assert isinstance(state, QuantizedState)
+    assert state.format.bits == 4
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = params[0].square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == pytest.approx(float(params[0].detach().square().sum()), rel=0.1)
+
+
+def test_copies_and_others_of_the_class_are_as_they_were() -> None:
+    params = make_params((64, 128))
+    optimizer = qcompile.compile_step(torch.optim.AdamW(params))
+    for other in (torch.optim.AdamW(params), copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert "step" not in vars(other)
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(qcompile.UnknownRecipeError):
+        qcompile.compile_step(torch.optim.AdamW(make_params((4, 4))), recipe="9bit")
