@@ -147,7 +147,16 @@ def note_optimizer(optimizer: Optimizer) -> None:
 def live_optimizers() -> list[Optimizer]:
     """Every optimizer that is alive in this process."""
     found = {id(o): o for o in [*alive(_is_optimizer), *_stepped]}
-    return [o for o in found.values() if hasattr(o, "param_groups")]
+    whole = [o for o in found.values() if hasattr(o, "param_groups") and hasattr(o, "state")]
+    owners = {id(o.state) for o in whole if "state" in vars(o)}
+    return [o for o in whole if "state" in vars(o) or id(o.state) not in owners]
+
+
+def owner_of(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose state it shows, where it is a wrapper without its own, as Accelerate's are."""
+    if "state" in vars(optimizer):
+        return optimizer
+    return next((o for o in live_optimizers() if o.state is optimizer.state), optimizer)
 
 
 def _is_optimizer(kind: type) -> bool:

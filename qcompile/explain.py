@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from qcompile._compat_distributed import local_of
 from qcompile.kernel_source import traffic
 from qcompile.names import named
-from qcompile.passes.find_state import Slot, is_state_buffer, marked_slot, state_of
+from qcompile.passes.find_state import Slot, is_state_buffer, marked_slot, owner_of, state_of
 from qcompile.plan import ClassSummary, Record, record_of
 from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel
@@ -176,7 +176,7 @@ def explain(*optimizers: Optimizer) -> Report:
     Every tensor in `optimizer.state` is in the report, as quantized or with the reason why it is dense. Without arguments
     it reports on the state that `mark_state` and `state_like` gave. It is a tool to look with: it searches the process for modules, to name parameters, and is not meant for the inside of a loop.
     """
-    optimizers = optimizers or (cast(Optimizer, MARKS),)
+    optimizers = tuple(map(owner_of, optimizers)) or (cast(Optimizer, MARKS),)
     found = named(p for o in optimizers for group in o.param_groups for p in group["params"])
     names = {key: value.name for key, value in found.items()}
     classes: list[ClassSummary] = []

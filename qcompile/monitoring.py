@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from qcompile._compat_distributed import local_of
 from qcompile.exc import InvalidOptionError
 from qcompile.names import named
-from qcompile.passes.find_state import state_of
+from qcompile.passes.find_state import owner_of, state_of
 from qcompile.runtime.launch import Region, UpdateClass, observers
 from qcompile.runtime.layout import flat
 from qcompile.runtime.state import QuantizedState
@@ -140,6 +140,7 @@ def monitor(optimizer: Optimizer, every: int = 100, to: Target = None, elements:
     for name, value in (("every", every), ("elements", elements)):
         if not isinstance(value, int) or value < 1:
             raise InvalidOptionError(name, value, "a whole number, 1 or more")
+    optimizer = owner_of(optimizer)
     if _observe not in observers:
         observers.append(_observe)
     _monitors[optimizer] = made = Monitor(optimizer, every, to, elements)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import inspect
 import logging
+import textwrap
 import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
@@ -18,7 +21,7 @@ from qcompile._compat_dynamo import dynamo_settings, tracing_backward
 from qcompile.dense_step import LIMITS, SETTINGS
 from qcompile.exc import NotOneGraphError, QCompileError, cause_of, reason_of
 from qcompile.explain import Report, explain
-from qcompile.first_step import makes_state_in_step
+from qcompile.first_step import makes_state_in_step, undecorated
 from qcompile.new_state import create_all_state
 from qcompile.one_graph import as_plain_objects, detached, reached, why_not
 from qcompile.options import Options
@@ -98,6 +101,23 @@ def train_step(
     return decorate if function is None else decorate(function)
 
 
+def _begins_with_closure(step: Callable[..., Any]) -> bool:
+    """Whether a step, by its source, calls its closure once, before anything else: `if closure is not None: ... closure()`."""
+    try:
+        function = cast(Any, ast.parse(textwrap.dedent(inspect.getsource(undecorated(step)))).body[0])
+    except (OSError, TypeError, SyntaxError):
+        return False
+    uses = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == "closure"]
+    first = next((n for n in function.body if isinstance(n, ast.If)), None)
+    if first is None or not isinstance(first.test, ast.Compare):
+        return False
+    before = function.body[: function.body.index(first)]
+    simple = all(isinstance(n, ast.Expr | ast.Assign | ast.AnnAssign) for n in before)
+    inside = [n for n in ast.walk(first) if isinstance(n, ast.Name) and n.id == "closure"]
+    called = [n for n in ast.walk(first) if isinstance(n, ast.Call) and n.func in inside]
+    return simple and len(called) == 1 and len(inside) == len(uses) == 2
+
+
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
@@ -107,7 +127,8 @@ def compile_step(
     """Let `optimizer.step()` be compiled from now on, for trainers that call it themselves; gives the optimizer back.
 
     What `optimizer.step = torch.compile(optimizer.step, backend="qstate")` would do, but `step` stays a method, which
-    learning-rate schedulers ask for. The class of the optimizer, and other optimizers of that class, are not changed.
+    learning-rate schedulers ask for, and a closure is called before it, as it is, where the step begins with that: it may be
+    all of a trainer's training step. The class of the optimizer, and other optimizers of that class, are not changed.
 
     Args:
         mode, dynamic: as in `torch.compile`.
@@ -119,8 +140,15 @@ def compile_step(
     Options.parse(options)
     compiled = torch.compile(optimizer.step, backend="qstate", options=options or None, mode=mode, dynamic=dynamic)
 
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return compiled(*args, **kwargs)
+    is_apart = _begins_with_closure(type(optimizer).step)
+
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        if closure is None or not is_apart:
+            return compiled(closure, **kwargs) if closure is not None else compiled(**kwargs)
+        with torch.enable_grad():
+            loss = closure()
+        compiled(**kwargs)
+        return loss
 
     changed: Any = optimizer
     changed.step = types.MethodType(step, optimizer)

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import qcompile
 from qcompile.runtime.state import QuantizedState
+from qcompile.step import _begins_with_closure
 
 
 @pytest.mark.parametrize("when", ["before", "after", "no scheduler"])
@@ -58,6 +59,49 @@ def test_grad_scaler_and_closures() -> None:
         return loss
 
     assert optimizer.step(closure).item() == pytest.approx(float(params[0].detach().square().sum()), rel=0.1)
+
+
+class TwiceClosure(torch.optim.SGD):
+    """Asks for the loss again behind the update, as sharpness-aware optimizers do."""
+
+    def step(self, closure=None):  # type: ignore[no-untyped-def]
+        with torch.enable_grad():
+            loss = closure()
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad, alpha=-0.1)
+        with torch.enable_grad():
+            return loss, closure()
+
+
+def test_closures_that_are_called_before_the_step() -> None:
+    known = {
+        kind.__name__: _begins_with_closure(kind.step) for kind in vars(torch.optim).values() if isinstance(kind, type)
+    }
+    assert known["AdamW"]
+    assert known["Muon"]
+    assert not known["LBFGS"]
+    assert not _begins_with_closure(TwiceClosure.step)
+
+
+def test_a_closure_and_a_schedule_compile_twice() -> None:
+    """The learning rate is a number that changes: one more compilation, not one for each value."""
+    params = make_params((64, 128))
+    optimizer = qcompile.compile_step(torch.optim.AdamW(params, lr=1e-2))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = params[0].square().sum()
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(6):
+        losses.append(optimizer.step(closure).item())
+        schedule.step()
+    assert losses == sorted(losses, reverse=True)
+    assert qcompile.explain(optimizer).graphs == 2
 
 
 def test_copies_and_others_of_the_class_are_as_they_were() -> None:
