@@ -138,13 +138,15 @@ def compile_step(
         UnknownRecipeError, UnknownOptionError, InvalidOptionError: `options` is wrong.
     """
     Options.parse(options)
-    compiled = torch.compile(optimizer.step, backend="qstate", options=options or None, mode=mode, dynamic=dynamic)
+    compiled: Any = torch.compile(optimizer.step, backend="qstate", options=options or None, mode=mode, dynamic=dynamic)
 
     is_apart = _begins_with_closure(type(optimizer).step)
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        if closure is None or not is_apart:
-            return compiled(closure, **kwargs) if closure is not None else compiled(**kwargs)
+        if closure is not None and not is_apart:
+            return compiled(closure, **kwargs)
+        if closure is None:
+            return compiled(**kwargs)
         with torch.enable_grad():
             loss = closure()
         compiled(**kwargs)
