@@ -99,6 +99,9 @@ class GeneratedModule:
         """One record per tensor, in the order in which the kernels name them."""
         counts: dict[str, list[int]] = {}
         dtypes: dict[str, str] = {}
+        unknown = {tensor for kernel in self.kernels for _, tensor, _ in kernel.tensors} - self.columns.keys()
+        if unknown:
+            raise ValueError(f"it is not known how many elements of {', '.join(sorted(unknown))} belong to a row")
         for kernel in self.kernels:
             for parameter, tensor, dtype in kernel.tensors:
                 dtypes.setdefault(tensor, dtype)
@@ -160,6 +163,8 @@ def accesses_of(kernel: Kernel) -> tuple[Access, ...]:
             found = (0, 1, 0, 1)
         tensor = module.inputs[at]
         counts[tensor] = [a + b for a, b in zip(counts.get(tensor, [0] * 4), found, strict=True)]
+    if unknown := counts.keys() - dtypes.keys():
+        raise ValueError(f"the dtype of {', '.join(sorted(unknown))} is not known")
     return tuple(Access(name, dtypes[name], module.columns[name], *counts[name]) for name in counts)
 
 
