@@ -33,7 +33,7 @@ def test_as_many_ranks_go_on_bit_for_bit(two: Ranks, tmp_path: Path, recipe: str
             assert all(map(torch.equal, tensors, after["after"]["stored"][key])), key
 
 
-@pytest.mark.parametrize("recipe", ["8bit", "4bit", "bred-4bit"])
+@pytest.mark.parametrize("recipe", ["8bit", pytest.param("4bit", marks=pytest.mark.slow), "bred-4bit"])
 def test_other_numbers_of_ranks(two: Ranks, four: Ranks, tmp_path: Path, recipe: str) -> None:
     """2 to 4, 4 to 2. Parts of whole blocks are moved as codes; the values are those that were saved."""
     there, back = tmp_path / "there", tmp_path / "back"

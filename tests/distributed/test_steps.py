@@ -43,7 +43,10 @@ def test_a_dense_run_is_that_of_one_process(ranks: dict[int, Ranks], alone: Any,
         assert result["graphs"] == 1
 
 
-@pytest.mark.parametrize(("count", "how"), CASES)
+@pytest.mark.parametrize(
+    ("count", "how"),
+    [pytest.param(*c, marks=pytest.mark.slow) if c in ((2, "offload"), (2, "tp")) else c for c in CASES],
+)
 def test_eight_bits_are_as_good_as_in_one_process(ranks: dict[int, Ranks], alone: Any, count: int, how: str) -> None:
     """With three seeds one process ends 1e-4 to 5e-4 from dense; ranks round other sums, their parts with other random bits."""
     results = ranks[count].run("train", how=how, compiled="step", steps=STEPS)
@@ -76,7 +79,7 @@ def test_accumulation_without_synchronization(two: Ranks) -> None:
         assert result["losses"] == pytest.approx(dense["losses"], rel=1e-3)
 
 
-@pytest.mark.parametrize("recipe", ["8bit", "zip-sr"])
+@pytest.mark.parametrize("recipe", ["8bit", pytest.param("zip-sr", marks=pytest.mark.slow)])
 def test_replicas_stay_bit_identical(two: Ranks, four: Ranks, recipe: str) -> None:
     first, second = two.run("train", how="ddp", compiled="step", recipe=recipe)
     assert len(first["stored"]) >= 6
