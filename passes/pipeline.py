@@ -26,6 +26,7 @@ Nothing of the user's is changed here: conversion of state is `qcompile.backend`
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -193,7 +194,8 @@ def compile_updates(
         by_key.setdefault(item.key, []).append(item)
     graphs.after("split_updates")
     classes = tuple(_compile_class(tuple(group), inputs, settings, make_kernel) for group in by_key.values())
-    log.debug("%s", "\n".join(_class_line(i, group) for i, group in enumerate(classes)) or "no update class")
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", "\n".join(_class_line(i, group) for i, group in enumerate(classes)) or "no update class")
     return CompiledGraph(gm, inputs, classes, refused, in_place and not is_spread, deferred)
 
 
@@ -221,24 +223,29 @@ def _analyse(
     analysed: list[Analysed] = []
     refused: dict[fx.Node, str] = {}
     refusal = refusal or sharding_conflict(region, inputs)
+    if refusal is not None:
+        return [], {}, _refusals(region, inputs, refusal)
     try:
-        if refusal is not None:
-            raise NotElementwise(refusal)
         return [analyse(region, inputs)], {}, {}
-    except NotElementwise as why:
-        try:
-            if is_sharded(region, inputs):
-                raise NotElementwise(refusal or f"it is sharded, and its update mixes elements: {why}") from why
-            split = split_update(gm, region, inputs)
-        except NotElementwise as reason:
-            return [], {}, {n: str(reason) for n in region.inputs if n in inputs.state}
+    except NotElementwise as reason:
+        if is_sharded(region, inputs):
+            return [], {}, _refusals(region, inputs, f"it is sharded, and its update mixes elements: {reason}")
+    try:
+        split = split_update(gm, region, inputs)
+    except NotElementwise as reason:
+        return [], {}, _refusals(region, inputs, str(reason))
     dense = split.dense
     for part in split.regions:
         try:
             analysed.append(analyse(part, inputs))
         except NotElementwise as reason:
-            refused.update({n: str(reason) for n in part.inputs if n in inputs.state})
+            refused.update(_refusals(part, inputs, str(reason)))
     return analysed, dense, refused
+
+
+def _refusals(region: Region, inputs: Inputs, reason: str) -> dict[fx.Node, str]:
+    """One reason for all state that a region touches."""
+    return {n: reason for n in region.inputs if n in inputs.state}
 
 
 def _for_now(node: fx.Node, plan: StatePlan, inputs: Inputs) -> StatePlan:

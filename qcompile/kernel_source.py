@@ -99,9 +99,6 @@ class GeneratedModule:
         """One record per tensor, in the order in which the kernels name them."""
         counts: dict[str, list[int]] = {}
         dtypes: dict[str, str] = {}
-        unknown = {tensor for kernel in self.kernels for _, tensor, _ in kernel.tensors} - self.columns.keys()
-        if unknown:
-            raise ValueError(f"it is not known how many elements of {', '.join(sorted(unknown))} belong to a row")
         for kernel in self.kernels:
             for parameter, tensor, dtype in kernel.tensors:
                 dtypes.setdefault(tensor, dtype)

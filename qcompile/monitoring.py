@@ -210,6 +210,7 @@ class _Look:
         self.count = min(found.elements, region.model.numel()) // block * block
         self.values: list[Tensor] = []
         self.param: int | None = None
+        self.name = ""
         for i, (source, state) in enumerate(zip(region.operands, own, strict=True)):
             if state is not None:
                 self.values.append(state[1].head(self.count))
@@ -238,6 +239,7 @@ class _Look:
         """Called when the region has run."""
         stored = [None if state is None else state[1].head(self.count) for state in self.own]
         now = [self.exact.get(i, old) for i, old in enumerate(self.values)]
+        exact_update = self._next_update(now)
         for i, state in enumerate(self.own):
             if state is None or i not in self.exact:
                 continue
@@ -247,16 +249,15 @@ class _Look:
             codes, before = self._codes(tensor), self.codes[i]
             assert before is not None
             moved = exact != self.values[i].float()
-            name = getattr(self, "name", None) or self.found.names.get(id(slot.param), "?")
             self.found.found(
                 Figures(
                     step=self.found.step,
-                    param=name,
+                    param=self.name or self.found.names.get(id(slot.param), "?"),
                     key=slot.key,
                     format=str(tensor.format),
                     elements=self.count,
                     storage_error=_relative(kept.float() - exact, exact),
-                    update_error=self._update_error(now, i, kept),
+                    update_error=self._update_error(exact_update, now, i, kept),
                     zero_share=_share((kept == 0) & (exact != 0)),
                     extreme_share=_share(_at_ends(codes, tensor.format.bits)),
                     stale_share=_stale(codes, before, moved, tensor.format.bits),
@@ -265,14 +266,14 @@ class _Look:
                 tensor.format.random,
             )
 
-    def _update_error(self, now: list[Tensor], i: int, kept: Tensor) -> float | None:
-        """How far the next update is off, for the same gradient, because this buffer was stored."""
-        if self.param is None:
-            return None
-        start = now[self.param].float()
-        exact = self._run(now)[self.param].float() - start
-        other = [kept.to(value.dtype) if j == i else value for j, value in enumerate(now)]
-        return _relative(self._run(other)[self.param].float() - start - exact, exact)
+    def _next_update(self, now: list[Tensor]) -> Tensor | None:
+        """What the same gradient would do to the parameter next; None where none is updated."""
+        return None if self.param is None else self._run(now)[self.param].float() - now[self.param].float()
+
+    def _update_error(self, exact: Tensor | None, now: list[Tensor], i: int, kept: Tensor) -> float | None:
+        """How far that is off because this buffer was stored."""
+        found = self._next_update([kept.to(value.dtype) if j == i else value for j, value in enumerate(now)])
+        return None if exact is None or found is None else _relative(found - exact, exact)
 
 
 def _relative(error: Tensor, whole: Tensor) -> float:

@@ -102,7 +102,7 @@ def apply_plans(compiled: CompiledGraph, options: Options) -> bool:
         _apply(plan, None, seen, options.seed)
     plans = [plan for group in compiled.classes for item in group.regions for plan in item.plans.values()]
     set_apart = _set_apart([plan for plan in plans if plan.written], options)
-    had_values = any(traced != _traced(slot) and not _is_zero(slot.get()) for slot, traced in quantized)
+    had_values = any(traced != _traced(slot) and not _is_fresh(slot.get()) for slot, traced in quantized)
     return set_apart or had_values or before != [_traced(compiled.inputs.state[n]) for n in arguments]
 
 
@@ -170,9 +170,9 @@ def _traced(slot: Slot) -> object:
     return [(t.shape, t.stride(), t.dtype) for t in value.stored]
 
 
-def _is_zero(value: Tensor) -> bool:
+def _is_fresh(value: Tensor) -> bool:
     """Whether it is as it was made, for a first step, and no Dynamo guard depends on its shapes yet."""
-    return isinstance(value, QuantizedState) and not (value.codes.view(torch.uint8).any() or value.tail.any())
+    return isinstance(value, QuantizedState) and value.is_fresh
 
 
 def _is_relative(plan: StatePlan) -> bool:

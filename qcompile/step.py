@@ -143,10 +143,8 @@ def compile_step(
     is_apart = _begins_with_closure(type(optimizer).step)
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        if closure is not None and not is_apart:
-            return compiled(closure, **kwargs)
-        if closure is None:
-            return compiled(**kwargs)
+        if closure is None or not is_apart:
+            return compiled(*([] if closure is None else [closure]), **kwargs)
         with torch.enable_grad():
             loss = closure()
         compiled(**kwargs)

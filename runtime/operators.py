@@ -211,9 +211,12 @@ def _whole_blocks(state: QuantizedState, dim: int, cut: slice) -> QuantizedState
 
 def _copy_(state: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     given = source.state if isinstance(source, Window) else source
-    if not isinstance(state, QuantizedState) or not isinstance(given, QuantizedState) or is_fake(state.codes):
-        return cast(Tensor, _run_dense(aten.copy_.default, (state, source, non_blocking), {}))
-    if state.shape != source.shape:
+    if (
+        not isinstance(state, QuantizedState)
+        or not isinstance(given, QuantizedState)
+        or is_fake(state.codes)
+        or state.shape != source.shape
+    ):
         return cast(Tensor, _run_dense(aten.copy_.default, (state, source, non_blocking), {}))
     target: QuantizedState | None = state
     rows = slice(state.start, state.start + state.shape[0], 1)

@@ -223,10 +223,10 @@ class QuantizedState(torch.Tensor):
     def requantize_(self, fmt: Format, key: int = 0, stores: int = 0, partner: QuantizedState | None = None) -> None:
         """Change the format in place. Values that are 0 stay 0; others are encoded again."""
         dependents = [(state, state.dequantize()) for state in self.dependents()]
-        is_zero = not self.codes.view(torch.uint8).any() and not self.tail.any()
+        is_fresh = self.is_fresh
         dense = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
-        make = QuantizedState.zeros_like if is_zero else QuantizedState.quantize
-        other = make(dense if is_zero else self.dequantize(), fmt, key, stores, partner)
+        make = QuantizedState.zeros_like if is_fresh else QuantizedState.quantize
+        other = make(dense if is_fresh else self.dequantize(), fmt, key, stores, partner)
         self.take_(other, partner)
         for state, values in dependents:
             state.store_(values)

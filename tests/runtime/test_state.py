@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qcompile.recipes import RECIPES
 from qcompile.runtime import state as state_module
 from qcompile.runtime.formats import Format
 from qcompile.runtime.layout import flat, is_flat, like, same_order
@@ -159,3 +160,15 @@ def test_layout() -> None:
     moved = like(x, x.t().contiguous().t())
     assert torch.equal(moved, x)
     assert moved.stride() == (1, 4)
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.signed is not None])
+def test_a_format_changes_and_values_stay_where_all_codes_are_zero(name: str) -> None:
+    """A constant negative state has the least code everywhere, which is 0 as that of a state that was just made."""
+    fmt, other = RECIPES[name].signed, RECIPES["dettmers-8bit"].signed
+    assert fmt is not None
+    assert other is not None
+    state = QuantizedState.quantize(torch.full((4, fmt.block_size), -2.0), fmt)
+    before = state.dequantize()
+    state.requantize_(other)
+    assert torch.allclose(state.dequantize(), before, rtol=0.05)
