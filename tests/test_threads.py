@@ -9,25 +9,34 @@ import pytest
 import torch
 import torch._dynamo.config as dynamo_config
 import torch.multiprocessing as mp
-from small_runs import OPTIONS, train_and_save, trained
+from small_runs import OPTIONS, Training, train_and_save, trained
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from qcompile._compat_dynamo import dynamo_settings
 
 
-def test_two_threads_give_what_each_gives_alone() -> None:
-    """They compile at the same time, too: Dynamo is reset in front of every test."""
-    work = [(seed, 20, kind) for seed, kind in enumerate(("AdamW", "NAdam", "AdamW"))]
-    found: dict[int, list[Tensor]] = {}
+def test_threads_that_compile_in_turn_give_what_each_gives_alone() -> None:
+    """They take turns for the steps that compile, and no optimizer goes while another thread steps.
+
+    Neither is a choice of this test: in torch 2.13 Dynamo walks a frame's cache while it evaluates guards, without a
+    lock (pytorch#193697), so another thread's new or dropped entry is a crash, with any backend.
+    """
+    work = [(seed, kind) for seed, kind in enumerate(("AdamW", "NAdam", "AdamW"))]
+    trainings: dict[int, Training] = {}
     errors: list[BaseException] = []
+    turn = threading.Lock()
     barrier = threading.Barrier(len(work))
 
-    def run(seed: int, steps: int, kind: str) -> None:
+    def run(seed: int, kind: str) -> None:
         try:
+            with turn:
+                trainings[seed] = Training(seed, kind)
+                trainings[seed].advance(3)
             barrier.wait()
-            found[seed] = trained(seed, steps, kind)
+            trainings[seed].advance(17)
         except BaseException as error:
+            barrier.abort()
             errors.append(error)
 
     before = dynamo_config.capture_scalar_outputs
@@ -38,8 +47,8 @@ def test_two_threads_give_what_each_gives_alone() -> None:
         thread.join()
     assert errors == []
     assert dynamo_config.capture_scalar_outputs is before
-    for seed, steps, kind in work:
-        for ours, alone in zip(found[seed], trained(seed, steps, kind), strict=True):
+    for seed, kind in work:
+        for ours, alone in zip(trainings[seed].left(), trained(seed, 20, kind), strict=True):
             assert torch.equal(ours, alone)
 
 
