@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch.multiprocessing as mp
 from small_runs import OPTIONS, Training, train_and_save, trained
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from qcompile._compat_dynamo import dynamo_settings
