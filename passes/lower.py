@@ -24,6 +24,7 @@ from qcompile.exc import GraphSpecError
 from qcompile.passes.quantize_update import QuantizedUpdate
 from qcompile.passes.rewrite_cpp import ClassFunction, rewrite_cpp
 from qcompile.passes.rewrite_triton import rewrite_triton
+from qcompile.passes.show_program import show_kernel
 from qcompile.runtime.launch import LAUNCH, Kernel
 
 NAME = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
@@ -31,12 +32,13 @@ NAME = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
 
 def lower(update: QuantizedUpdate, device: torch.device, settings: Mapping[str, Any]) -> Kernel:
     """Compile `update` with Inductor for `device`; `settings` is Inductor's configuration."""
+    shown = show_kernel(update)  # before Inductor changes the graph
     call, source = lower_with_inductor(update.graph, update.inputs, update.world.fake_mode, settings, update.parts)
     most = LAUNCH // update.block_size
     if guards := [expr for expr in update.world.guards() if not _holds_up_to(expr, most)]:
         raise GraphSpecError("lower", f"the kernel holds only where {guards}")
     language = code_language(device)
-    kernel = _kernel(call, language, source, update)
+    kernel = _kernel(call, language, source, shown, update)
     if language == "C++":
         function = rewrite_cpp(source, update.scales)
         return kernel if function is None else _with_class(kernel, function, compile_cpp(function.source))
@@ -51,15 +53,17 @@ def generate_triton(update: QuantizedUpdate, capability: int) -> Kernel:
 
     `update` was traced on a CPU, and cannot be lowered again.
     """
+    shown = show_kernel(update)
     source = triton_source(update.graph, update.inputs, update.world.fake_mode, {}, update.parts, capability)
-    kernel = _kernel(_not_loaded, "Triton", source, update)
+    kernel = _kernel(_not_loaded, "Triton", source, shown, update)
     function = rewrite_triton(source, update.block_size, update.parts)
     return kernel if function is None else _with_class(kernel, function, _not_loaded)
 
 
-def _kernel(call: Callable[..., Any], language: str, source: str, update: QuantizedUpdate) -> Kernel:
+def _kernel(call: Callable[..., Any], language: str, source: str, shown: str, update: QuantizedUpdate) -> Kernel:
     name = ", ".join(NAME.findall(source)) or "none"
-    return Kernel(call, name, language, source, update.parts, update.returned_scales, update.block_size)
+    scales = update.returned_scales
+    return Kernel(call, name, language, source, update.parts, scales, update.block_size, reference=shown)
 
 
 def _with_class(kernel: Kernel, function: ClassFunction, call: Callable[..., Any]) -> Kernel:

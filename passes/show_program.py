@@ -1,16 +1,18 @@
 """The update of a class as Python that people read: one line per operation, state and numbers under their own names.
 
-Before: a functional program. After: text; nothing is changed.
+Before: a functional program, or the graph of a kernel. After: text; nothing is changed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from qcompile.passes.functionalize import UpdateProgram
+from qcompile.passes.quantize_update import QuantizedUpdate
 
 
 def show_program(program: UpdateProgram, operands: Sequence[str], numbers: Sequence[str]) -> str:
@@ -29,6 +31,40 @@ def show_program(program: UpdateProgram, operands: Sequence[str], numbers: Seque
     changed = {name: value for name, value in results.items() if name != value}
     lines = [f"def update({', '.join([*operands, *numbers])}):", *own.lines]
     return "\n".join([*lines, f"    {', '.join(changed)} = {', '.join(changed.values())}" if changed else "    pass"])
+
+
+def show_kernel(update: QuantizedUpdate) -> str:
+    """Two functions that run where torch is all there is: `make_inputs(rows, device)`, and the graph as `reference(*inputs)`.
+
+    `DEVICE`, `device`, `inf`, `nan` and `multiply_add`, which rounds once, are the caller's. The first line says which inputs are written.
+    """
+    placeholders = [n for n in update.graph.graph.nodes if n.op == "placeholder"]
+    written = sorted(placeholders.index(n.args[0]) for n in update.graph.graph.nodes if _copies_into(n, placeholders))
+    code = re.sub(r"device\(type='\w+'(, index=\d+)?\)", "DEVICE", update.graph.code.strip())
+    code = re.sub(r"^def \w+\(self, ", "def reference(", code).replace("torch.ops.prims.fma.default", "multiply_add")
+    made = [f"        torch.empty_strided({_sizes(t)}, dtype={t.dtype}, device=device)," for t in update.inputs]
+    return "\n".join(
+        [
+            f"# written: {' '.join(map(str, written))}",
+            "def make_inputs(rows, device):",
+            "    return [",
+            *made,
+            "    ]",
+            "",
+            "",
+            code,
+        ]
+    )
+
+
+def _copies_into(node: fx.Node, inputs: Sequence[fx.Node]) -> bool:
+    return node.op == "call_function" and _operation(node) == "copy_" and node.args[0] in inputs
+
+
+def _sizes(tensor: Tensor) -> str:
+    """Shape and strides, of which the first dimension is `rows` long."""
+    shape = ["rows", *map(str, tensor.shape[1:])] if tensor.dim() else []
+    return f"({', '.join(shape)}{',' * (len(shape) == 1)}), {tuple(map(int, tensor.stride()))}"
 
 
 def _distinct(names: list[str], others: Sequence[str]) -> list[str]:

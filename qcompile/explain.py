@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qcompile._compat_distributed import local_of
-from qcompile.kernel_source import traffic
+from qcompile.kernel_reports import KernelReport, report_of
 from qcompile.names import named
 from qcompile.passes.find_state import Slot, is_state_buffer, marked_slot, owner_of, state_of
 from qcompile.plan import ClassSummary, Record, record_of
@@ -24,6 +24,7 @@ from qcompile.runtime.formats import Format
 from qcompile.runtime.launch import Kernel
 from qcompile.runtime.marks import MARKS, marks
 from qcompile.runtime.state import QuantizedState
+from qcompile.saved_kernels import save_kernels
 
 NEVER_COMPILED = "no step of this optimizer was compiled with backend='qstate' yet"
 WHOLE = "(optimizer)"
@@ -61,25 +62,6 @@ class StateReport:
     note: str | None
     facts: tuple[str, ...]
     update_class: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class KernelReport:
-    """One generated kernel.
-
-    Attributes:
-        name, language: of the function; "C++" or "Triton".
-        source: the module's.
-        role: what it is for.
-        loaded, stored: bytes per element of the parameter, counted in the source; None where its form is not known.
-    """
-
-    name: str
-    language: str
-    source: str = field(repr=False)
-    role: str
-    loaded: float | None
-    stored: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +132,20 @@ class Report:
 
         `version` is raised when a key goes or changes its meaning.
         """
-        found = cast("dict[str, Any]", _plain(dataclasses.asdict(self)))
+        found = cast("dict[str, Any]", _plain(self))
         totals = {"state_bytes": self.state_bytes, "dense_state_bytes": self.dense_state_bytes}
         return {"version": 1, **found, **totals}
+
+    def save_kernels(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write each kernel to a file in `folder`, and give the paths.
+
+        A Triton kernel's file needs torch and triton only: `python FILE` runs it on random gradients and compares what it writes
+        with the graph that it was generated from, in eager PyTorch. A C++ kernel's is to be read.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        return save_kernels([report.kernel for report in self.kernels], Path(folder))
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report as one page that needs nothing else: it is read with any browser, also without a network.
@@ -195,6 +188,9 @@ def explain(*optimizers: Optimizer) -> Report:
 
 
 def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        shown = (f.name for f in dataclasses.fields(value) if f.metadata.get("shown", True))
+        return {name: _plain(getattr(value, name)) for name in shown}
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -274,21 +270,13 @@ def _kernels(classes: list[ClassSummary]) -> tuple[tuple[KernelReport, ...], tup
                 continue
             if not any(kernel is other for other in found):
                 found.append(kernel)
-                kernels.append(KernelReport(kernel.name, kernel.language, kernel.source, role, *_moved(kernel)))
+                kernels.append(report_of(kernel, role))
             indices.append(next(i for i, other in enumerate(found) if other is kernel))
         own = [kernel for kernel in (group.quantized, group.dense) if kernel is not None]
         by_table = all(kernel.call_table is not None for kernel in own)
         launches = len(own) * (1 if by_table else group.regions)
         reports.append(ClassReport(group.regions, tuple(indices), launches, group.program))
     return tuple(kernels), tuple(reports)
-
-
-def _moved(kernel: Kernel) -> tuple[float | None, float | None]:
-    try:
-        found = traffic(kernel)
-    except ValueError:  # another Inductor writes it in another form
-        return None, None
-    return found.read, found.written
 
 
 def _state_lines(states: tuple[StateReport, ...]) -> list[str]:
@@ -328,18 +316,13 @@ def _fact_lines(states: tuple[StateReport, ...]) -> list[str]:
 def _class_lines(report: Report) -> list[str]:
     lines = []
     for i, group in enumerate(report.classes):
-        kernels = "; ".join(_kernel_text(report.kernels[k]) for k in group.kernels)
+        kernels = "; ".join(str(report.kernels[k]) for k in group.kernels)
         lines.append(f"class {i}: {group.regions} region(s), {group.launches} launch(es) a step; {kernels}")
         same = next(j for j, other in enumerate(report.classes) if other.program == group.program)
         lines += [
             f"  {line}" for line in (group.program.splitlines() if same == i else [f"the update of class {same}"])
         ]
     return lines or ["no update class was compiled"]
-
-
-def _kernel_text(kernel: KernelReport) -> str:
-    moved = "" if kernel.loaded is None else f", {kernel.loaded:.2f} B read and {kernel.stored:.2f} written per element"
-    return f"{kernel.role}: {kernel.name} ({kernel.language}{moved})"
 
 
 def _non_finite_line(found: NonFiniteReport) -> str:

@@ -14,11 +14,8 @@ import functools
 import importlib.util
 import os
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from torch.optim import Optimizer
 
 from qcompile._compat_dynamo import dynamo_settings
 from qcompile._compat_inductor import loaded_kernel
+from qcompile.binaries import table_widths, usage, widths
 from qcompile.exc import InvalidOptionError, NoTritonCompilerError
 from qcompile.kernel_source import Access, GeneratedKernel, Traffic, accesses_of, read_module, traffic
 from qcompile.options import Options
@@ -37,13 +35,12 @@ from qcompile.passes.verify import verify
 from qcompile.runtime.formats import MAX_BLOCK_SIZE, Format
 from qcompile.runtime.launch import Kernel
 
-__all__ = ["ARCHITECTURES", "KernelStats", "Statistics", "TensorStats", "Traffic", "stats", "traffic"]
+__all__ = ["ARCHITECTURES", "KernelStats", "Statistics", "TensorStats", "Traffic", "stats", "stats_of", "traffic"]
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 ARCHITECTURE = re.compile(r"sm_\d{2,3}|gfx9\w+")
 CAPABILITY = 90
 SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9}}
-WIDTHS = {"b8": 1, "b16": 2, "b32": 4, "b64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +166,7 @@ def stats(
         NoTritonCompilerError: Triton is not installed, or runs as an interpreter.
     """
     archs = [arch] if isinstance(arch, str) else list(arch)
-    for name in archs:
-        if not ARCHITECTURE.fullmatch(name):
-            raise InvalidOptionError("arch", name, f"sm_ or gfx9 and a number, such as {', '.join(ARCHITECTURES)}")
-    _require_compiler()
+    _require_compiler(archs)
     label = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "optimizer")
     found = []
     for name in [recipe] if isinstance(recipe, str) else recipe:
@@ -182,7 +176,25 @@ def stats(
     return Statistics(tuple(found))
 
 
-def _require_compiler() -> None:
+def stats_of(kernel: Kernel, arch: str = "sm_90") -> Statistics:
+    """The same of one kernel, as an optimizer's step was compiled with; its tensors have the names of the kernel.
+
+    Raises:
+        InvalidOptionError: it is a C++ kernel, or `arch` has a value that it cannot take.
+        NoTritonCompilerError: Triton is not installed, or runs as an interpreter.
+    """
+    if kernel.language != "Triton":
+        raise InvalidOptionError(
+            "kernel", f"{kernel.name} in {kernel.language}", "a Triton kernel; use stats() on a CPU"
+        )
+    _require_compiler([arch])
+    return Statistics(tuple(_compiled(kernel, [], arch, ("", "", "", kernel.block_size))))
+
+
+def _require_compiler(archs: Sequence[str]) -> None:
+    for name in archs:
+        if not ARCHITECTURE.fullmatch(name):
+            raise InvalidOptionError("arch", name, f"sm_ or gfx9 and a number, such as {', '.join(ARCHITECTURES)}")
     if importlib.util.find_spec("triton") is None:
         raise NoTritonCompilerError("triton is not installed", "install the version that this torch is built for")
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
@@ -274,13 +286,13 @@ def _compiled(kernel: Kernel, names: list[str], arch: str, subject: tuple[str, s
         for binary, rows in _over_a_table(kernel, arch) if kernel.module else _alone(one, arch):
             refused = binary if isinstance(binary, str) else ""
             ptx = "" if refused else binary.asm.get("ptx", "")
-            widths = _table_widths(ptx, kernel, module.inputs) if kernel.module else _widths(ptx, one)
+            found = table_widths(ptx, kernel, module.inputs) if kernel.module else widths(ptx, one)
             tensors = tuple(
-                TensorStats(called.get(name, name), accesses[name], *widths.get(name, (0, 0)))
+                TensorStats(called.get(name, name), accesses[name], *found.get(name, (0, 0)))
                 for name in dict.fromkeys(one.pointers.values())
                 if accesses[name].columns
             )
-            registers, stack = (0, 0) if refused else _usage(binary)
+            registers, stack = (0, 0) if refused else usage(binary)
             yield KernelStats(
                 *subject,
                 arch=arch,
@@ -330,71 +342,3 @@ def _binary(source: tuple[Any, ...], arch: str, warps: int, stages: int | None) 
         return triton.compile(built, target=target, options=options)
     except CompilationError as error:
         return f"not compiled: {str(error).splitlines()[-1]}"
-
-
-def _usage(binary: Any) -> tuple[int, int]:
-    """Registers per thread, and bytes of stack per thread."""
-    if "cubin" not in binary.asm:
-        text = binary.asm["amdgcn"]
-        return int(re.search(r"\.vgpr_count: +(\d+)", text)[1]), int(  # type: ignore[index]
-            re.search(r"\.private_segment_fixed_size: +(\d+)", text)[1]  # type: ignore[index]
-        )
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(binary.asm["cubin"])
-        text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", text)
-    assert found is not None, text
-    return int(found[1]), int(found[2]) + int(found[3])
-
-
-def _widths(ptx: str, kernel: GeneratedKernel) -> dict[str, tuple[int, int]]:
-    """Bytes of the narrowest load and store instruction of each tensor, which an address is followed back to."""
-    pointers = [parameter for parameter, _, _ in kernel.tensors]
-    signature = re.search(rf"def {kernel.name}\((.*?)\):", kernel.text)
-    order = [] if signature is None else [p.split(":")[0].strip() for p in signature[1].split(",")]
-
-    def origin(line: str) -> tuple[str, str] | None:
-        load = re.search(r"ld\.param\.b64\s+(%rd\d+), \[\w+_param_(\d+)\]", line)
-        known = load is not None and int(load[2]) < len(order) and order[int(load[2])] in pointers
-        return (load[1], kernel.pointers[order[int(load[2])]]) if load is not None and known else None
-
-    return _followed(ptx, origin)
-
-
-def _table_widths(ptx: str, kernel: Kernel, inputs: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """The same, of addresses that come from a table, a row of 8-byte columns."""
-    addresses: dict[str, int] = {}  # registers that point into the row, and how many bytes behind its begin
-
-    def origin(line: str) -> tuple[str, str] | None:
-        if add := re.search(r"add\.s64\s+(%rd\d+), (%rd\d+), (\d+);", line):
-            addresses[add[1]] = addresses.get(add[2], 0) + int(add[3])
-        load = re.search(r"ld\.global\.b64\s+\{ (%rd\d+) \}, \[ (%rd\d+) \+ (\d+) \];", line)
-        if load is None:
-            return None
-        column = (addresses.get(load[2], 0) + int(load[3])) // 8
-        return (load[1], inputs[kernel.columns[column]]) if column < len(kernel.columns) else None
-
-    return _followed(ptx, origin)
-
-
-def _followed(ptx: str, origin_of: Callable[[str], tuple[str, str] | None]) -> dict[str, tuple[int, int]]:
-    origin: dict[str, str] = {}
-    found: dict[str, tuple[int, int]] = {}
-    for line in ptx.splitlines():
-        if begins := origin_of(line):
-            origin[begins[0]] = begins[1]
-        elif access := re.search(r"\b(ld|st)\.global\S*?\.(?:v(\d)\.)?(b\d+)\s.*\[ *(%rd\d+)", line):
-            if access[4] in origin:
-                at, size = access[1] == "st", int(access[2] or 1) * WIDTHS[access[3]]
-                both = list(found.get(origin[access[4]], (0, 0)))
-                both[at] = min(both[at] or size, size)
-                found[origin[access[4]]] = (both[0], both[1])
-        elif registers := re.findall(r"%rd\d+", line):
-            known = [origin[r] for r in registers[1:] if r in origin]
-            if known:
-                origin[registers[0]] = known[0]
-    return found

@@ -66,6 +66,7 @@ class Kernel:
         parts: into how many ranges of columns it takes a block.
         returned_scales: operands whose blocks' reductions are returned, to become scales outside.
         module: the generated module, where `source` was made of it.
+        reference: the graph it was generated from, as Python (`passes.show_program.show_kernel`).
         call_table: updates all regions of a class (see `runtime.table`); None where there is no such function.
         columns: which inputs the table's rows are the addresses of.
         unit: rows per unit of work; of Triton, per program, which has `warps`.
@@ -81,6 +82,7 @@ class Kernel:
     returned_scales: tuple[int, ...]
     block_size: int = 1
     module: str = field(default="", repr=False)
+    reference: str = field(default="", repr=False)
     call_table: Callable[..., Any] | None = None
     columns: tuple[int, ...] = ()
     unit: int = 1

@@ -145,3 +145,18 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(NoTritonCompilerError, match="triton is not installed"):
         kernels.stats("sm_90")
+
+
+def test_one_kernel_of_a_report(compiled: dict[str, dict[str, Any]]) -> None:
+    """The same binary as the table's, asked for by the kernel."""
+    code = """
+import torch
+from qcompile.kernels import _generated, stats_of
+((kernel, names),) = _generated("AdamW", "8bit", torch.float32, None)
+print(*((row.registers, row.stack, row.shared, row.warps) for row in stats_of(kernel).rows))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    row = compiled["8bit"]
+    assert done.stdout.strip() == str((row["registers"], row["stack"], row["shared"], row["warps"]))
