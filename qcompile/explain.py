@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from qcompile._compat_distributed import local_of
 from qcompile.kernel_reports import KernelReport, report_of
+from qcompile.monitoring import ERROR_EDGES, Figures, last_figures
 from qcompile.names import named
 from qcompile.passes.find_state import Slot, is_state_buffer, marked_slot, owner_of, state_of
 from qcompile.plan import ClassSummary, Record, record_of
@@ -108,6 +109,7 @@ class Report:
         graphs: graphs compiled so far: those that update state, or all of a step that `train_step` made.
         not_one_graph: why a step that `train_step` made is several graphs; None if it is one, or was not made by it.
         non_finite: the parameters with elements that are Inf or NaN, counted when the report is made.
+        figures: the errors that `qcompile.monitor` measured in the last step that it looked at.
     """
 
     states: tuple[StateReport, ...]
@@ -116,6 +118,7 @@ class Report:
     graphs: int
     not_one_graph: str | None = None
     non_finite: tuple[NonFiniteReport, ...] = ()
+    figures: tuple[Figures, ...] = ()
 
     @property
     def state_bytes(self) -> int:
@@ -133,7 +136,11 @@ class Report:
         `version` is raised when a key goes or changes its meaning.
         """
         found = cast("dict[str, Any]", _plain(self))
-        totals = {"state_bytes": self.state_bytes, "dense_state_bytes": self.dense_state_bytes}
+        totals = {
+            "state_bytes": self.state_bytes,
+            "dense_state_bytes": self.dense_state_bytes,
+            "error_edges": [*ERROR_EDGES],
+        }
         return {"version": 1, **found, **totals}
 
     def save_kernels(self, folder: str | os.PathLike[str]) -> list[Path]:
@@ -184,7 +191,9 @@ def explain(*optimizers: Optimizer) -> Report:
                 states.append(_state(name, slot, value, record, classes))
     kernels, class_reports = _kernels(classes)
     graphs = sum(record_of(optimizer).graphs for optimizer in optimizers)
-    return Report(tuple(states), class_reports, kernels, graphs, non_finite=_non_finite(optimizers, names))
+    figures = tuple(f for optimizer in optimizers if optimizer is not MARKS for f in last_figures(optimizer))
+    bad = _non_finite(optimizers, names)
+    return Report(tuple(states), class_reports, kernels, graphs, non_finite=bad, figures=figures)
 
 
 def _plain(value: Any) -> Any:

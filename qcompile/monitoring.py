@@ -31,6 +31,8 @@ from qcompile.runtime.state import QuantizedState
 from qcompile.runtime.views import dense_of, stored_of, tensor_of
 
 log = logging.getLogger("qcompile")
+# Half decades from 1e-5 to 10.
+ERROR_EDGES = tuple(10 ** (half / 2) for half in range(-10, 3))
 # From here on a buffer is warned about: of the update's norm, and of the elements that changed.
 MUCH_ERROR, MUCH_STALE, MUCH_EXTREME = 0.7, 0.95, 0.25
 
@@ -49,6 +51,8 @@ class Figures:
         extreme_share: of codes that are the least or the greatest.
         stale_share: of elements that the update changed, those whose code stayed.
         non_finite: elements of the exact new state that are Inf or NaN.
+        error_histogram: how many elements have a relative error of storage in each range that `ERROR_EDGES` bounds; the first
+            range begins at 0, the last has no end. What is stored as 0 has an error of 1.
     """
 
     step: int
@@ -62,6 +66,7 @@ class Figures:
     extreme_share: float
     stale_share: float
     non_finite: int
+    error_histogram: tuple[int, ...] = ()
 
 
 class Writer(Protocol):
@@ -120,6 +125,7 @@ class Monitor:
                         self.target.add_scalar(f"qcompile/{figures.param}/{figures.key}/{name}", value, figures.step)
 
 
+COLUMNS = [field.name for field in dataclasses.fields(Figures) if field.name != "error_histogram"]
 NUMBERS = ("storage_error", "update_error", "zero_share", "extreme_share", "stale_share", "non_finite")
 _monitors: weakref.WeakKeyDictionary[Optimizer, Monitor] = weakref.WeakKeyDictionary()
 
@@ -145,6 +151,12 @@ def monitor(optimizer: Optimizer, every: int = 100, to: Target = None, elements:
         observers.append(_observe)
     _monitors[optimizer] = made = Monitor(optimizer, every, to, elements)
     return made
+
+
+def last_figures(optimizer: Optimizer) -> tuple[Figures, ...]:
+    """Those of the last step that was looked at; empty where nobody looks."""
+    found = _monitors.get(optimizer)
+    return () if found is None else tuple(found.figures)
 
 
 def begin_step(optimizer: Optimizer) -> None:
@@ -262,6 +274,7 @@ class _Look:
                     extreme_share=_share(_at_ends(codes, tensor.format.bits)),
                     stale_share=_stale(codes, before, moved, tensor.format.bits),
                     non_finite=int((~exact.isfinite()).sum()),
+                    error_histogram=_histogram(kept.float() - exact, exact),
                 ),
                 tensor.format.random,
             )
@@ -278,8 +291,17 @@ class _Look:
 
 def _relative(error: Tensor, whole: Tensor) -> float:
     finite = error.isfinite() & whole.isfinite()
-    norm = torch.linalg.vector_norm(whole[finite])
-    return float(torch.linalg.vector_norm(error[finite]) / norm) if norm > 0 else 0.0
+    norm = torch.linalg.vector_norm(whole[finite], dtype=torch.float64)  # of 1e38, too
+    return float(torch.linalg.vector_norm(error[finite], dtype=torch.float64) / norm) if norm > 0 else 0.0
+
+
+def _histogram(error: Tensor, whole: Tensor) -> tuple[int, ...]:
+    """Finite elements by their relative error; an exact 0 that is stored as something else is as far off as can be."""
+    finite = error.isfinite() & whole.isfinite()
+    error, whole = error[finite].double().abs(), whole[finite].double().abs()
+    relative = torch.where(error == 0, 0.0, error / whole)
+    edges = torch.tensor(ERROR_EDGES, dtype=torch.float64, device=relative.device)
+    return tuple(torch.bincount(torch.bucketize(relative, edges, right=True), minlength=len(edges) + 1).tolist())
 
 
 def _share(mask: Tensor) -> float:
@@ -334,5 +356,5 @@ def _write_csv(path: Path, figures: list[Figures]) -> None:
     with path.open("a", newline="") as file:
         writer = csv.writer(file)
         if is_new:
-            writer.writerow([field.name for field in dataclasses.fields(Figures)])
-        writer.writerows(dataclasses.astuple(row) for row in figures)
+            writer.writerow(COLUMNS)
+        writer.writerows([getattr(row, name) for name in COLUMNS] for row in figures)

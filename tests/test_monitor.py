@@ -7,13 +7,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_params, set_grads
 from torch import nn
 
 import qcompile
-from qcompile.monitoring import Figures
+from qcompile.monitoring import ERROR_EDGES, Figures, _histogram
 from qcompile.runtime import launch
 from qcompile.runtime.state import QuantizedState
 
@@ -54,6 +55,24 @@ def test_figures_are_those_of_the_stored_state() -> None:
         codes = state[key].codes.view(torch.uint8)
         ends = (codes == codes.min()) | (codes == codes.max())
         assert found.extreme_share == pytest.approx(float(ends.float().mean()))
+        relative = ((stored - exact).double() / exact.double()).abs().numpy()
+        counts, _edges = np.histogram(relative, [0, *ERROR_EDGES, np.inf])
+        assert sum(found.error_histogram) == p.numel()
+        assert (
+            np.abs(counts - np.array(found.error_histogram)).sum() < 0.01 * p.numel()
+        )  # an fma in one, not in the other
+    assert qcompile.explain(optimizer).figures == (), "nobody looks any more"
+
+
+def test_errors_fall_into_half_decades() -> None:
+    """Nothing, 2 %, all of it (stored as 0), and an exact 0 that is stored as something; what is not finite does not count."""
+    whole = torch.tensor([1.0, 1.0, 2.0, 0.0, float("inf"), 1.0])
+    error = torch.tensor([0.0, 0.02, -2.0, 0.5, 1.0, float("nan")])
+    counts = _histogram(error, whole)
+    assert len(counts) == len(ERROR_EDGES) + 1
+    near = [sum(edge <= relative for edge in ERROR_EDGES) for relative in (0.0, 0.02, 1.0, float("inf"))]
+    assert [counts[i] for i in near] == [1, 1, 1, 1]
+    assert sum(counts) == 4
 
 
 def test_only_on_steps_that_are_due() -> None:

@@ -26,7 +26,11 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = nn.ParameterDict({"</script><b>": params[0], "narrow": params[1], "bias": params[2]})
     optimizer = torch.optim.AdamW(names.parameters(), lr=1e-2)
     set_grads(params, 0)
-    torch.compile(optimizer.step, backend="qstate")()
+    step = torch.compile(optimizer.step, backend="qstate")
+    step()
+    watch = qcompile.monitor(optimizer)
+    step()
+    assert len(watch.figures) == 4
     path = tmp_path_factory.mktemp("report") / "report.html"
     qcompile.explain(optimizer).save_html(path)
     return path
@@ -73,6 +77,10 @@ def test_it_works_in_a_browser(browser: Any, page_file: Path, tmp_path: Path, sc
     assert "32,768" in largest
     assert page.locator("#flow .load").count() == 5
     assert page.locator("#flow .store").count() == 4
+    assert page.locator("#histogram .count").count() == 14
+    first = page.inner_text("#errors")
+    page.select_option("#buffer", "1")
+    assert page.inner_text("#errors") != first
     page.click("#kernels summary >> nth=0")
     page.click("#kernels button >> nth=0")
     page.wait_for_function("document.querySelector('#kernels button').textContent === 'copied'")

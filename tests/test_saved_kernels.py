@@ -42,7 +42,9 @@ def test_a_triton_kernel_runs_alone_and_notices_a_fault(triton_on_cpu: None, rec
         assert "qcompile" not in path.read_text()
         code, lines, errors = ran(path)
         assert code == 0, "\n".join([*lines, errors])
-        if recipe == "8bit":  # parameter and moments; of the first moment codes and scale, of the second codes and two scales
+        if (
+            recipe == "8bit"
+        ):  # parameter and moments; of the first moment codes and scale, of the second codes and two scales
             assert len(lines) == (6 if kernel.role == "quantized blocks" else 3), lines
         assert "program" in kernel.grid
     good = paths[0].read_text()
