@@ -242,6 +242,8 @@ def test_the_report_as_json(params, train) -> None:
         "graphs",
         "not_one_graph",
         "non_finite",
+        "figures",
+        "error_edges",
         "state_bytes",
         "dense_state_bytes",
     }
