@@ -7,7 +7,8 @@
 Trains a small model with every optimizer of torch.optim, with each of its switches, and with five written by hand
 (`handwritten.py`); `--all` adds those of other packages, as far as they are installed, and a second task. Each is trained
 twice from the same weights on the same batches: as it is, eagerly, and with `torch.compile(optimizer.step,
-backend="qstate")`. One row of Markdown each: the dense loss (mean of the last ten steps) and how far the other is from it,
+backend="qstate")`; where the losses are more than 1 % apart, eagerly once more from weights that differ by a millionth, which
+shows how far apart two dense runs end. One row of Markdown each: the dense loss (mean of the last ten steps) and how far the other is from it,
 stored over dense bytes of quantized buffers and of all state, and, of the last task, what was compiled and proved.
 """
 
@@ -41,6 +42,7 @@ from train_gpt import GPT, loss_of
 
 import qcompile
 
+NOTABLE, APART = 0.01, 1e-6  # a difference of losses, of weights
 LARGE = 4096  # `min_numel`: smaller state stays dense
 COMPILED = ("bytes: quantized, all", "classes, kernels, graphs", "compile s", "proved")
 WORDS = ("quantized", "partly", "dense", "no state", "eager fails", "failed")
@@ -77,12 +79,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a row came to: one of `WORDS`, why, and per task the dense and the quantized run."""
+    """What a row came to: one of `WORDS`, why, per task the dense and the quantized run, and the relative difference of a dense
+    run from other weights, or None."""
 
     row: Row
     word: str
     text: str
     runs: tuple[tuple[Run, Run], ...] = ()
+    again: tuple[float | None, ...] = ()
 
     @property
     def differences(self) -> list[float]:
@@ -122,11 +126,15 @@ REGRESSION = Task("regression", network, lambda model, x, y: mse_loss(model(x), 
 LANGUAGE = Task("language", lambda: GPT(layers=1, width=128, context=32), loss_of, language_batches)
 
 
-def train(row: Row, task: Task, steps: int, recipe: str | None) -> Run:
-    """Train with the optimizer as it is (no recipe), or with its step compiled by `qstate`."""
+def train(row: Row, task: Task, steps: int, recipe: str | None, apart: float = 0.0) -> Run:
+    """Train with the optimizer as it is (no recipe), or with its step compiled by `qstate`; from weights that are `apart`."""
     torch.compiler.reset()
     torch.manual_seed(0)
     model = task.model()
+    if apart:
+        generator = torch.Generator().manual_seed(3)
+        for p in model.parameters():
+            p.data.mul_(1 + apart * torch.randn(p.shape, generator=generator))
     optimizer = row.make(model) if recipe is not None or row.dense is None else row.dense(model)
     if hasattr(optimizer, "train"):  # schedulefree
         optimizer.train()
@@ -192,6 +200,7 @@ def attempts(rows: list[Row], args: argparse.Namespace) -> Iterator[Outcome]:
 def attempt(row: Row, args: argparse.Namespace) -> Outcome:
     """Train on each task, dense and quantized; an exception becomes the row's text."""
     runs: list[tuple[Run, Run]] = []
+    again: list[float | None] = []
     try:
         silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
         with silent[0], silent[1], at_most(args.limit):
@@ -200,12 +209,14 @@ def attempt(row: Row, args: argparse.Namespace) -> Outcome:
                 dense = train(row, task, args.steps, None)
                 word = "failed"
                 runs.append((dense, train(row, task, args.steps, args.recipe)))
+                is_far = abs(runs[-1][1].final / dense.final - 1) > NOTABLE
+                again.append(train(row, task, args.steps, None, APART).final / dense.final - 1 if is_far else None)
     except Exception as error:
         if args.verbose:
             tqdm.write(traceback.format_exc(), file=sys.stderr)
         cause = getattr(error, "inner_exception", error)  # what a backend raised
         return Outcome(row, word, f"{type(cause).__name__}: {str(cause).strip()}".splitlines()[0], tuple(runs))
-    return Outcome(row, *verdict(runs[-1][1].report), tuple(runs))
+    return Outcome(row, *verdict(runs[-1][1].report), tuple(runs), tuple(again))
 
 
 def verdict(report: qcompile.Report) -> tuple[str, str]:
@@ -227,6 +238,8 @@ def cells(outcome: Outcome, tasks: list[Task]) -> list[str]:
     for i, ((dense, _), difference) in enumerate(zip(outcome.runs, outcome.differences, strict=True)):
         fell = dense.final < 0.98 * dense.losses[0]
         losses[i] = f"{dense.final:.4f}, {100 * difference:+.2f} %{'' if fell else ' (dense loss did not fall)'}"
+        if i < len(outcome.again) and (other := outcome.again[i]) is not None:
+            losses[i] += f" ({100 * other:+.2f} % dense, from weights {APART:g} apart)"
     compiled = [""] * len(COMPILED)
     if outcome.runs:
         report = outcome.runs[-1][1].report
