@@ -20,6 +20,7 @@ for _name in ("passes", "runtime") if (_checkout / "pyproject.toml").exists() el
 
 from qcompile.backend import qstate  # noqa: E402
 from qcompile.exc import (  # noqa: E402
+    ChangedTensorError,
     CheckpointError,
     FormatMismatchError,
     InvalidFormatError,
@@ -48,6 +49,7 @@ from qcompile.step import compile_step, train_step  # noqa: E402
 
 __all__ = [
     "RECIPES",
+    "ChangedTensorError",
     "CheckpointError",
     "Figures",
     "Format",

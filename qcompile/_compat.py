@@ -32,7 +32,7 @@ NEEDED = (
     ("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx"),
     ("torch._dynamo.convert_frame", "always_optimize_code_objects"),
     ("torch._dynamo.eval_frame", "_debug_get_cache_entry_list"),
-    ("torch._dynamo.guards", "DeletedGuardManagerWrapper"),
+    ("torch._dynamo.guards", "DeletedGuardManagerWrapper GuardBuilder.TENSOR_MATCH"),
     ("torch._dynamo.exc", "TensorifyScalarRestartAnalysis TorchDynamoException FailOnRecompileLimitHit"),
     ("torch._dynamo.source", "AttrSource DictGetItemSource GetItemSource"),
     ("torch._dynamo.variables", "BuiltinVariable ConstDictVariable ListVariable SymNodeVariable"),

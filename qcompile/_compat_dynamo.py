@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import fx, nn
 
 _settings_lock = threading.Lock()
 _settings_held: dict[str, tuple[int, Any]] = {}  # by name: how many hold it, and what was set before
@@ -53,6 +55,31 @@ def tracing_backward() -> Iterator[None]:
     finally:
         if (none := getattr(constant, "CONSTANT_VARIABLE_NONE", None)) is not None:
             none.source = None
+
+
+def guard_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Let Dynamo guard the dtype, shape and device of the parameters of a graph that it compiles now.
+
+    Of an optimizer's parameters it checks only that they are the same objects (`mark_static_address`), and of their gradients
+    that there are some. After `model.to(torch.bfloat16)` the step for fp32 would run, and write twice as many bytes as there are.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is None:  # not called by Dynamo
+        return
+    placeholders = iter(example_inputs)
+    held = getattr(gm, "_param_name_to_source", None) or {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            value, source = next(placeholders), getattr(node.meta.get("grapharg"), "source", None)
+        elif node.op == "get_attr":
+            value, source = getattr(gm, str(node.target), None), held.get(node.target)
+        else:
+            continue
+        if isinstance(value, nn.Parameter) and source is not None:
+            context.guards_context.dynamo_guards.add(source.make_guard(GuardBuilder.TENSOR_MATCH))
 
 
 def dead_entries(function: Any) -> int:

@@ -26,6 +26,7 @@ from qcompile._compat import (
     without_unused_attributes,
 )
 from qcompile._compat_distributed import local_of, with_local
+from qcompile._compat_dynamo import guard_parameters
 from qcompile._compat_inductor import inductor_apart, mode_options, stock_inductor
 from qcompile.dense_step import activity
 from qcompile.exc import NotQuantizedError
@@ -66,6 +67,7 @@ def qstate(
     """
     require_supported_torch()
     hooks.note_graph(gm, example_inputs)
+    guard_parameters(gm, example_inputs)
     chosen = Options.parse(options)
     settings = mode_options(mode)
     settings.update({name.replace("-", "_"): value for name, value in (chosen.inductor or {}).items()})
@@ -260,6 +262,8 @@ def _executable(compiled: CompiledGraph, rest: _Rest, run_rest: Callable[..., An
         results = tuple(run_rest(*(args[i] for i in read))) if run_rest is not None else ()
         values = [*args, *results[outputs:]]
         with torch.no_grad():
+            for group in classes:
+                group.follow()
             for group in classes:
                 group.run(values)
         return results[:outputs]

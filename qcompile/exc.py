@@ -80,6 +80,23 @@ class OverlappingMemoryError(QCompileError):
         )
 
 
+class ChangedTensorError(QCompileError):
+    """Memory of another kind was put under a tensor that a compiled step updates. Nothing was written."""
+
+    def __init__(self, before: tuple[object, ...], now: tuple[object, ...], is_param: bool) -> None:
+        what = "a parameter" if is_param else "optimizer state"
+        super().__init__(
+            f"{what} was {_kind(before)} when the step was compiled, and its data is {_kind(now)} now. "
+            "Put a new tensor in its place (optimizer.state[p][key] = ...) instead of new data under it, "
+            "or call torch.compiler.reset() before the next step."
+        )
+
+
+def _kind(kind: tuple[object, ...]) -> str:
+    dtype, shape, device = kind
+    return f"{dtype} of shape {tuple(cast(Iterable[int], shape))} on {device}"
+
+
 class LostPartnerError(QCompileError):
     """A first moment in update space whose second moment is not at hand."""
 

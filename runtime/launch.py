@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from qcompile._compat import add_all, copy_all
+from qcompile.exc import ChangedTensorError
 from qcompile.runtime.codecs import finish_scales
 from qcompile.runtime.formats import Format
 from qcompile.runtime.layout import like
@@ -159,6 +160,7 @@ class UpdateClass:
             for source, view in zip(region.operands, views, strict=True)
             if view is not None and (tensor := held(source)) is not None
         ]
+        self._kinds = [kind_of(held(source)) for source, _ in self._places]
         kernels = [kernel for kernel in (self.quantized, self.dense) if kernel is not None]
         by_table = all(kernel.call_table is not None for kernel in kernels)
         if self.device.type != "cpu":  # with 32-bit indices
@@ -187,9 +189,21 @@ class UpdateClass:
         for then in after:
             then()
 
+    def follow(self) -> None:
+        """Look up again what lies somewhere else now: no guard sees `param.data = ...`.
+
+        Raises:
+            ChangedTensorError: the new memory is of another kind.
+        """
+        if all(place_of(held(source)) == place for source, place in self._places):
+            return
+        kinds = [kind_of(held(source)) for source, _ in self._places]
+        for (source, _), before, now in zip(self._places, self._kinds, kinds, strict=True):
+            if now != before:
+                raise ChangedTensorError(before, now, isinstance(held(source), torch.nn.Parameter))
+        self._bind()
+
     def _run(self, args: Sequence[Any]) -> None:
-        if any(place_of(held(source)) != place for source, place in self._places):
-            self._bind()  # no guard sees `param.data = ...`
         if self._tables is not None:
             stores = self._tables.run(self._results(args), args)
             launches.count += self._tables.launches
@@ -262,6 +276,12 @@ def place_of(tensor: Tensor | None) -> int:
     """Where a tensor's values are, or the codes of a quantized state, which moves all of its parts at once."""
     assert tensor is not None
     return (tensor.codes if isinstance(tensor, QuantizedState) else tensor).data_ptr()
+
+
+def kind_of(tensor: Tensor | None) -> tuple[torch.dtype, torch.Size, torch.device]:
+    """What a kernel that is compiled takes for granted of a tensor."""
+    assert tensor is not None
+    return tensor.dtype, tensor.shape, tensor.device
 
 
 @functools.lru_cache(maxsize=1024)

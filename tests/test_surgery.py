@@ -12,7 +12,7 @@ from conftest import make_params, through_a_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qcompile import dense_step
+from qcompile import ChangedTensorError, dense_step
 from qcompile.runtime.state import QuantizedState
 
 SHAPES = ((64, 256), (5000,))
@@ -135,6 +135,79 @@ def test_surgery_is_as_with_dense_state(surgery: list[Callable[[Params, Optimize
         for key in MOMENTS:
             assert isinstance(optimizer.state[p][key], QuantizedState)
             assert optimizer.state[p][key].shape == p.shape
+
+
+def stepped(model: nn.Module, optimizer: Optimizer, step: Callable[[], Any], steps: int) -> None:
+    for i in range(steps):
+        p = next(model.parameters())
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(i)).to(p.dtype)
+        model(x).square().mean().backward()
+        step()
+        optimizer.zero_grad()
+
+
+def small(kind: str) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight  # tied
+    return model, getattr(torch.optim, kind)(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_model_that_changes_dtype_is_compiled_again(dtype: torch.dtype) -> None:
+    """No guard of Dynamo sees it by itself: the kernel for fp32 would write over the end of bf16 parameters."""
+    ends = []
+    for quantized in (True, False):
+        model, optimizer = small("SGD")
+        step = torch.compile(optimizer.step, backend="qstate") if quantized else optimizer.step
+        stepped(model, optimizer, step, 2)
+        model.to(dtype)
+        stepped(model, optimizer, step, 2)
+        ends.append(model)
+    for ours, theirs in zip(ends[0].parameters(), ends[1].parameters(), strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_model_that_changes_dtype_and_its_state_does_not() -> None:
+    """Eager AdamW cannot go on either. Ours says the same, leaves the state, and goes on when that is converted, too."""
+    model, optimizer = small("AdamW")
+    step = torch.compile(optimizer.step, backend="qstate", options={"min_numel": 0})
+    stepped(model, optimizer, step, 2)
+    weight = model[0].weight
+    codes = optimizer.state[weight]["exp_avg"].codes.clone()
+    model.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="expected dtype"):
+        stepped(model, optimizer, step, 1)
+    assert torch.equal(optimizer.state[weight]["exp_avg"].codes, codes)
+    before = weight.detach().clone()
+    for state in optimizer.state.values():
+        state.update({key: state[key].bfloat16() for key in MOMENTS})
+    optimizer.zero_grad()
+    stepped(model, optimizer, step, 2)
+    assert isinstance(optimizer.state[weight]["exp_avg"], QuantizedState)
+    assert 0 < (weight - before).abs().max() < 0.05  # two steps of 0.01, in units of bf16
+
+
+def test_other_data_under_dense_state_is_refused() -> None:
+    params = make_params((64, 256), (40,))
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    step = torch.compile(optimizer.step, backend="qstate")
+    for i in range(2):
+        set_gradients(params, i)
+        step()
+    before = [p.detach().clone() for p in params]
+    state = optimizer.state[params[1]]["exp_avg"]
+    assert not isinstance(state, QuantizedState)
+    whole = state.data
+    state.data = state.data[:8].clone()
+    set_gradients(params, 2)
+    with pytest.raises(ChangedTensorError, match=r"optimizer state was torch.float32 of shape \(40,\).*\(8,\) on cpu"):
+        step()
+    assert all(map(torch.equal, params, before))
+    state.data = whole.clone()
+    step()
+    assert not any(map(torch.equal, params, before))
 
 
 def test_two_optimizers_over_one_parameter() -> None:
