@@ -28,11 +28,11 @@ def mode_options(mode: str | None) -> dict[str, Any]:
 
 # Where torch and we write down how long a part of a compilation took: Dynamo with everything below it, a backend, Inductor
 # as far as our backend calls it, and waiting for compilers of generated code, which run in other processes.
-_IN_OURS = "qcompile.inductor"
+IN_OURS = "qcompile.inductor"
 TIMERS = {
     "total": "_compile.compile_inner",
     "backend": "OutputGraph.call_user_compiler",
-    "inductor": _IN_OURS,
+    "inductor": IN_OURS,
     "codegen": "async_compile.wait",
 }
 
@@ -49,32 +49,6 @@ def fresh_cache() -> contextlib.AbstractContextManager[None]:
     from torch._inductor.utils import fresh_cache
 
     return cast("contextlib.AbstractContextManager[None]", fresh_cache())
-
-
-def stock_inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """What `backend="inductor"` does.
-
-    Numbers that `item` reads are in our graphs (see `dense_step.SETTINGS`), and not in those of `backend="inductor"`. Where
-    AOTAutograd has to know such a number (`x.sub_(y, alpha=number)`) the graph runs as it is.
-    """
-    from torch._dynamo.utils import dynamo_timed
-    from torch._inductor.compile_fx import compile_fx
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    try:
-        with dynamo_timed(_IN_OURS):
-            return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=dict(settings) or None))
-    except GuardOnDataDependentSymNode as error:
-        log.info("a graph runs uncompiled: %s", str(error).partition("\n")[0])
-        return gm.forward
-
-
-def inductor_apart(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """The same for a graph with other inputs than Dynamo's, of whose guards and sources it is to know nothing."""
-    from torch._guards import tracing
-
-    with tracing(None):
-        return stock_inductor(gm, inputs, settings)
 
 
 @contextlib.contextmanager
@@ -209,7 +183,7 @@ def compile_cpp(source: str) -> Callable[[Tensor, int], Any]:
     from torch._dynamo.utils import dynamo_timed
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    with dynamo_timed(_IN_OURS), dynamo_timed(TIMERS["codegen"]):
+    with dynamo_timed(IN_OURS), dynamo_timed(TIMERS["codegen"]):
         function = CppPythonBindingsCodeCache.load_pybinding(["const int64_t*", "const int64_t"], source)
     return cast("Callable[[Tensor, int], Any]", function)
 
@@ -248,7 +222,7 @@ def lower_with_inductor(
 
     allowed = {k: v for k, v in settings.items() if not k.startswith("triton.cudagraph")}
     with (
-        dynamo_timed(_IN_OURS),
+        dynamo_timed(IN_OURS),
         inductor_config.patch({"max_fusion_size": 1024, **allowed}),
         tracing(TracingContext(mode)),
         V.set_fake_mode(mode),

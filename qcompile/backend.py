@@ -27,7 +27,8 @@ from qcompile._compat import (
 )
 from qcompile._compat_distributed import local_of, with_local
 from qcompile._compat_dynamo import guard_parameters
-from qcompile._compat_inductor import inductor_apart, mode_options, stock_inductor
+from qcompile._compat_inductor import mode_options
+from qcompile._compat_stock import inductor_apart, stock_inductor
 from qcompile.dense_step import activity
 from qcompile.exc import NotQuantizedError
 from qcompile.options import Options
