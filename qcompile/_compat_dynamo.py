@@ -57,13 +57,15 @@ def tracing_backward() -> Iterator[None]:
             none.source = None
 
 
-def guard_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Let Dynamo guard the dtype, shape and device of the parameters of a graph that it compiles now.
+def guard_kinds(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Let Dynamo guard the dtype, shape and device of the parameters of a graph that it compiles now, and the dtype of gradients.
 
     Of an optimizer's parameters it checks only that they are the same objects (`mark_static_address`), and of their gradients
     that there are some. After `model.to(torch.bfloat16)` the step for fp32 would run, and write twice as many bytes as there are.
+    A gradient has the shape and the device of its parameter, and with `grad_dtype = None` any dtype.
     """
     from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource, GradSource
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -78,8 +80,11 @@ def guard_parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             value, source = getattr(gm, str(node.target), None), held.get(node.target)
         else:
             continue
+        guards = context.guards_context.dynamo_guards
         if isinstance(value, nn.Parameter) and source is not None:
-            context.guards_context.dynamo_guards.add(source.make_guard(GuardBuilder.TENSOR_MATCH))
+            guards.add(source.make_guard(GuardBuilder.TENSOR_MATCH))
+        elif isinstance(source, GradSource):
+            guards.add(AttrSource(source, "dtype").make_guard(GuardBuilder.EQUALS_MATCH))
 
 
 def dead_entries(function: Any) -> int:

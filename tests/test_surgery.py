@@ -189,6 +189,22 @@ def test_a_model_that_changes_dtype_and_its_state_does_not() -> None:
     assert 0 < (weight - before).abs().max() < 0.05  # two steps of 0.01, in units of bf16
 
 
+def test_gradients_that_change_dtype_are_not_read_as_what_they_were() -> None:
+    """Dynamo cannot trace parameters with gradients of another dtype; it says so, and nothing has moved."""
+    (p,) = make_params((64, 256))
+    p.grad_dtype = None
+    optimizer = torch.optim.SGD([p], lr=1e-2, momentum=0.9, foreach=False)
+    step = torch.compile(optimizer.step, backend="qstate")
+    set_gradients([p], 0)
+    step()
+    before, codes = p.detach().clone(), optimizer.state[p]["momentum_buffer"].codes.clone()
+    p.grad = p.grad.bfloat16()
+    with pytest.raises(Exception, match="grad_dtype"):
+        step()
+    assert torch.equal(p, before)
+    assert torch.equal(optimizer.state[p]["momentum_buffer"].codes, codes)
+
+
 def test_other_data_under_dense_state_is_refused() -> None:
     params = make_params((64, 256), (40,))
     optimizer = torch.optim.AdamW(params, lr=1e-2)
