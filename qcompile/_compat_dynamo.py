@@ -57,6 +57,17 @@ def tracing_backward() -> Iterator[None]:
             none.source = None
 
 
+def break_behind(gm: fx.GraphModule) -> str | None:
+    """Why and where Dynamo ended a graph before its function did; None where that returned."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    first, *others = [line.strip() for line in reason.reason.splitlines() if line.strip()]
+    explained = next((line for line in others if line.startswith("Explanation: ")), "")
+    where = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
+    return f"{first}{where}" + (f" ({explained.removeprefix('Explanation: ')})" if explained else "")
+
+
 def guard_kinds(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Let Dynamo guard the dtype, shape and device of the parameters of a graph that it compiles now, and the dtype of gradients.
 

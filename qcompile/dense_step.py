@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class _Running(threading.local):
 
 
 activity = Activity()
+breaks: Counter[str] = Counter()  # what ended graphs of ours before their function did, since the process began
 _running = _Running()
 # While a step runs: step counters that are tensors are read by `item()`, which would cut the step in two; a function that
 # is called for each parameter is compiled for each shape, and there are more than 8.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qcompile._compat_distributed import local_of
+from qcompile.dense_step import breaks
 from qcompile.kernel_reports import KernelReport, report_of
 from qcompile.monitoring import ERROR_EDGES, Figures, last_figures
 from qcompile.names import named
@@ -108,6 +109,7 @@ class Report:
         kernels: the generated kernels.
         graphs: graphs compiled so far: those that update state, or all of a step that `train_step` made.
         not_one_graph: why a step that `train_step` made is several graphs; None if it is one, or was not made by it.
+        breaks: why graphs of this process that `qstate` compiled end before their function does, with the place, and how many do.
         non_finite: the parameters with elements that are Inf or NaN, counted when the report is made.
         figures: the errors that `qcompile.monitor` measured in the last step that it looked at.
     """
@@ -119,6 +121,7 @@ class Report:
     not_one_graph: str | None = None
     non_finite: tuple[NonFiniteReport, ...] = ()
     figures: tuple[Figures, ...] = ()
+    breaks: tuple[tuple[str, int], ...] = ()
 
     @property
     def state_bytes(self) -> int:
@@ -167,7 +170,8 @@ class Report:
     def __str__(self) -> str:
         facts = _fact_lines(self.states)
         bad = [_non_finite_line(report) for report in self.non_finite]
-        return "\n".join([*_state_lines(self.states), "", *facts, *_class_lines(self), "", *bad, _totals(self)])
+        ends = [f"graph break, in {count} graph(s): {reason}" for reason, count in self.breaks]
+        return "\n".join([*_state_lines(self.states), "", *facts, *_class_lines(self), "", *bad, *ends, _totals(self)])
 
 
 def explain(*optimizers: Optimizer) -> Report:
@@ -193,7 +197,8 @@ def explain(*optimizers: Optimizer) -> Report:
     graphs = sum(record_of(optimizer).graphs for optimizer in optimizers)
     figures = tuple(f for optimizer in optimizers if optimizer is not MARKS for f in last_figures(optimizer))
     bad = _non_finite(optimizers, names)
-    return Report(tuple(states), class_reports, kernels, graphs, non_finite=bad, figures=figures)
+    ends = tuple(breaks.items())
+    return Report(tuple(states), class_reports, kernels, graphs, non_finite=bad, figures=figures, breaks=ends)
 
 
 def _plain(value: Any) -> Any:

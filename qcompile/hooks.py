@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from qcompile import _compat, monitoring
-from qcompile.dense_step import activity, begin_step, end_step, note_eager_step
+from qcompile._compat_dynamo import break_behind
+from qcompile.dense_step import activity, begin_step, breaks, end_step, note_eager_step
 from qcompile.exc import NotOneGraphError
 from qcompile.first_step import give_gradients_back, hide_gradients, run_apart, undecorated
 from qcompile.new_state import SAVED, create_state, quantize_new_state
@@ -80,6 +81,8 @@ def watching(watch: Watch) -> Iterator[None]:
 def note_graph(gm: fx.GraphModule, example_inputs: Sequence[object]) -> None:
     """Called whenever our backend compiles a graph."""
     activity.compiled += 1
+    if (reason := break_behind(gm)) is not None:
+        breaks[reason] += 1
     if (watch := _watch.get()) is not None:
         held = (getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr")
         if watch.whole and any(isinstance(value, nn.Parameter) and value.requires_grad for value in held):

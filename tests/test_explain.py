@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import logging
 from typing import Any
@@ -227,6 +229,29 @@ def test_the_update_of_a_class_runs_as_python(params, train) -> None:
     assert torch.allclose(mine[0], dense.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_graph_breaks_have_their_place(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = dict(qcompile.explain(optimizer).breaks)
+
+    @functools.partial(torch.compile, backend="qstate")
+    def step(x: torch.Tensor) -> None:
+        y = model(x)
+        print("in the middle")
+        y.square().mean().backward()
+        optimizer.step()
+
+    step(torch.randn(8, 64))
+    report = qcompile.explain(optimizer)
+    new = {reason: count for reason, count in report.breaks if before.get(reason) != count}
+    line = inspect.getsourcelines(test_graph_breaks_have_their_place)[1]
+    (printed,) = [reason for reason in new if "print" in reason]
+    assert f"{__file__}:{line + 8}" in printed
+    assert any("backward" in reason and f"{__file__}:{line + 9}" in reason for reason in new)
+    assert f"graph break, in 1 graph(s): {printed}" in str(report)
+    assert capsys.readouterr().out == "in the middle\n"
+
+
 def test_the_report_as_json(params, train) -> None:
     p = params((64, 128), (8, 8))
     optimizer = torch.optim.AdamW(p, lr=1e-2)
@@ -243,6 +268,7 @@ def test_the_report_as_json(params, train) -> None:
         "not_one_graph",
         "non_finite",
         "figures",
+        "breaks",
         "error_edges",
         "state_bytes",
         "dense_state_bytes",
