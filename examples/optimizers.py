@@ -154,8 +154,12 @@ def train(row: Row, task: Task, steps: int, recipe: str | None, apart: float = 0
         losses.append(backward(*batch).item())
         if not math.isfinite(losses[-1]):
             raise ArithmeticError(f"the loss is {losses[-1]} after {len(losses) - 1} steps")
+
+        def closure(batch: tuple[Tensor, Tensor] = batch) -> Tensor:
+            return backward(*batch)
+
         start = time.perf_counter()
-        step(functools.partial(backward, *batch)) if row.closure else step()
+        step(closure) if row.closure else step()
         seconds.append(time.perf_counter() - start)
     return Run(losses, qcompile.explain(optimizer), seconds)
 
@@ -274,13 +278,13 @@ def markdown(row: list[str]) -> str:
 def summary(outcomes: list[Outcome], tasks: list[Task]) -> str:
     counts = Counter(o.word for o in outcomes)
     others = [o for o in outcomes if o.row.family in PACKAGES and o.word in ("quantized", "partly")]
-    own = [o for o in outcomes if o.row.family == "torch.optim"]
+    own = [o for o in outcomes if o.row.family == "torch.optim" and o.word in ("quantized", "partly")]
     found = [(abs(d), o.row.title, task.name) for o in own for d, task in zip(o.differences, tasks, strict=False)]
     difference, title, task = max(found, default=(0.0, "no row", "no task"))
     return (
         f"{len(outcomes)} rows: {', '.join(f'{counts[word]} {word}' for word in WORDS)}; "
         f"third-party optimizers with quantized state: {len(others)}; "
-        f"largest difference of the loss among torch.optim rows: {100 * difference:.2f} % ({title}, {task})"
+        f"largest difference of the loss among torch.optim rows with quantized state: {100 * difference:.2f} % ({title}, {task})"
     )
 
 

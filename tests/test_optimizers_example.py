@@ -76,6 +76,24 @@ def test_columns_are_what_the_report_says(optimizers: ModuleType) -> None:
     assert state == "quantized"
 
 
+def test_a_closure_is_a_function(optimizers: ModuleType) -> None:
+    """Dynamo cannot trace LBFGS with another kind of closure."""
+    row = optimizers.row_of("torch.optim", torch.optim.LBFGS, {"max_iter": 2})
+    outcome = optimizers.attempt(row, optimizers.arguments(["--steps", "2"]))
+    assert (outcome.word, outcome.again) == ("dense", (None,)), outcome.text
+
+
+def test_a_far_row_has_another_dense_run(optimizers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "NOTABLE", -1.0)  # everything is far
+    monkeypatch.setattr(optimizers, "APART", 0.01)  # what 1e-6 does to three losses is less than a bit of them
+    row = optimizers.row_of("torch.optim", torch.optim.SGD, {"lr": 0.1})
+    outcome = optimizers.attempt(row, optimizers.arguments(["--steps", "3"]))
+    (again,) = outcome.again
+    assert 0 < abs(again) < 0.01
+    cell = optimizers.cells(outcome, [optimizers.REGRESSION])[1]
+    assert cell.endswith(f" % ({100 * again:+.2f} % dense, from weights 0.01 apart)")
+
+
 class Broken(torch.optim.SGD):
     """Cannot step."""
 
