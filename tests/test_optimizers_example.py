@@ -91,7 +91,7 @@ def test_a_far_row_has_another_dense_run(optimizers: ModuleType, monkeypatch: py
     (again,) = outcome.again
     assert 0 < abs(again) < 0.01
     cell = optimizers.cells(outcome, [optimizers.REGRESSION])[1]
-    assert cell.endswith(f" % ({100 * again:+.2f} % dense, from weights 0.01 apart)")
+    assert cell.endswith(f"({100 * again:+.2f} % dense, from weights 0.01 apart)")
 
 
 class Broken(torch.optim.SGD):
