@@ -260,11 +260,11 @@ def _executable(compiled: CompiledGraph, rest: _Rest, run_rest: Callable[..., An
 
     def run(*args: Any) -> Any:
         activity.ran += 1
+        for group in classes:
+            group.follow()
         results = tuple(run_rest(*(args[i] for i in read))) if run_rest is not None else ()
         values = [*args, *results[outputs:]]
         with torch.no_grad():
-            for group in classes:
-                group.follow()
             for group in classes:
                 group.run(values)
         return results[:outputs]
