@@ -32,12 +32,12 @@ NAME = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)
 
 def lower(update: QuantizedUpdate, device: torch.device, settings: Mapping[str, Any]) -> Kernel:
     """Compile `update` with Inductor for `device`; `settings` is Inductor's configuration."""
-    shown = show_kernel(update)  # before Inductor changes the graph
+    language = code_language(device)
+    shown = show_kernel(update) if language == "Triton" else ""  # before Inductor changes the graph
     call, source = lower_with_inductor(update.graph, update.inputs, update.world.fake_mode, settings, update.parts)
     most = LAUNCH // update.block_size
     if guards := [expr for expr in update.world.guards() if not _holds_up_to(expr, most)]:
         raise GraphSpecError("lower", f"the kernel holds only where {guards}")
-    language = code_language(device)
     kernel = _kernel(call, language, source, shown, update)
     if language == "C++":
         function = rewrite_cpp(source, update.scales)

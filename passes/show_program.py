@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from qcompile.passes.functionalize import UpdateProgram
 from qcompile.passes.quantize_update import QuantizedUpdate
+from qcompile.passes.verify import COPY
 
 
 def show_program(program: UpdateProgram, operands: Sequence[str], numbers: Sequence[str]) -> str:
@@ -36,16 +37,16 @@ def show_program(program: UpdateProgram, operands: Sequence[str], numbers: Seque
 def show_kernel(update: QuantizedUpdate) -> str:
     """Two functions that run where torch is all there is: `make_inputs(rows, device)`, and the graph as `reference(*inputs)`.
 
-    `DEVICE`, `device`, `inf`, `nan` and `multiply_add`, which rounds once, are the caller's. The first line says which inputs are written.
+    `DEVICE`, `device`, `inf`, `nan` and `multiply_add`, which rounds once, are the caller's. `WRITTEN` are the inputs that are written.
     """
     placeholders = [n for n in update.graph.graph.nodes if n.op == "placeholder"]
-    written = sorted(placeholders.index(n.args[0]) for n in update.graph.graph.nodes if _copies_into(n, placeholders))
+    written = sorted(placeholders.index(n.args[0]) for n in update.graph.graph.nodes if n.target is COPY)
     code = re.sub(r"device\(type='\w+'(, index=\d+)?\)", "DEVICE", update.graph.code.strip())
     code = re.sub(r"^def \w+\(self, ", "def reference(", code).replace("torch.ops.prims.fma.default", "multiply_add")
     made = [f"        torch.empty_strided({_sizes(t)}, dtype={t.dtype}, device=device)," for t in update.inputs]
     return "\n".join(
         [
-            f"# written: {' '.join(map(str, written))}",
+            f"WRITTEN = {written}  # which of the inputs",
             "def make_inputs(rows, device):",
             "    return [",
             *made,
@@ -55,10 +56,6 @@ def show_kernel(update: QuantizedUpdate) -> str:
             code,
         ]
     )
-
-
-def _copies_into(node: fx.Node, inputs: Sequence[fx.Node]) -> bool:
-    return node.op == "call_function" and _operation(node) == "copy_" and node.args[0] in inputs
 
 
 def _sizes(tensor: Tensor) -> str:

@@ -40,7 +40,6 @@ def multiply_add(a, b, c):
 {reference}
 
 COLUMNS = {columns}  # which of the inputs each column of the table is
-WRITTEN = {written}
 XBLOCK, WARPS = {unit}, {warps}
 
 
@@ -129,8 +128,5 @@ def save_kernels(kernels: Iterable[Kernel], folder: Path) -> list[Path]:
 def _runnable(kernel: Kernel, file: str) -> str:
     """The kernel between what has to come before it is imported and what runs it."""
     title = f"{kernel.name}: the update of a class, {kernel.block_size} elements of a parameter per row."
-    written = [int(n) for n in re.findall(r"^# written: (.*)$", kernel.reference, re.MULTILINE)[0].split()]
-    after = AFTER.format(
-        reference=kernel.reference, columns=kernel.columns, written=written, unit=kernel.unit, warps=kernel.warps
-    )
+    after = AFTER.format(reference=kernel.reference, columns=kernel.columns, unit=kernel.unit, warps=kernel.warps)
     return BEFORE.format(title=title, file=file) + kernel.source + after

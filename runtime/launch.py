@@ -67,7 +67,7 @@ class Kernel:
         parts: into how many ranges of columns it takes a block.
         returned_scales: operands whose blocks' reductions are returned, to become scales outside.
         module: the generated module, where `source` was made of it.
-        reference: the graph it was generated from, as Python (`passes.show_program.show_kernel`).
+        reference: of Triton, the graph it was generated from, as Python (`passes.show_program.show_kernel`).
         call_table: updates all regions of a class (see `runtime.table`); None where there is no such function.
         columns: which inputs the table's rows are the addresses of.
         unit: rows per unit of work; of Triton, per program, which has `warps`.
