@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -89,6 +89,18 @@ class Kernel:
     unit: int = 1
     warps: int = 1
     wide: tuple[int, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A report is sent to other processes; what was loaded into this one stays behind."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("call", "call_table"):
+            if values[name] is not None:
+                values[name] = functools.partial(_stayed_behind, self.name)
+        return Kernel, tuple(values.values())
+
+
+def _stayed_behind(name: str, *args: object) -> NoReturn:
+    raise RuntimeError(f"kernel {name} was loaded in another process: a copy of it is text")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -279,3 +280,17 @@ def test_the_report_as_json(params, train) -> None:
     assert quantized["loaded"] == pytest.approx(4 + 4 + 1 + 1 + 10 / 128, abs=0.05)
     assert quantized["stored"] == pytest.approx(4 + 1 + 1 + 10 / 128, abs=0.05)
     assert {state["dtype"] for state in found["states"]} == {"float32"}
+
+
+def test_a_report_is_sent_to_another_process(params, train, tmp_path) -> None:
+    p = params((64, 128), (8, 8))
+    optimizer = torch.optim.AdamW(p, lr=1e-2)
+    train(p, torch.compile(optimizer.step, backend="qstate"), steps=1)
+    report = qcompile.explain(optimizer)
+    copy = pickle.loads(pickle.dumps(report))
+    assert str(copy) == str(report)
+    assert copy.to_dict() == report.to_dict()
+    texts = [[path.read_text() for path in r.save_kernels(tmp_path / name)] for name, r in (("a", report), ("b", copy))]
+    assert texts[0] == texts[1]
+    with pytest.raises(RuntimeError, match="another process"):
+        copy.kernels[0].kernel.call([])

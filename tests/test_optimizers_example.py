@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import pickle
 from pathlib import Path
 from types import ModuleType
 
@@ -74,6 +75,7 @@ def test_columns_are_what_the_report_says(optimizers: ModuleType) -> None:
     assert "`exp_avg_sq >= 0`" in proved
     assert "`h(v) = " in proved
     assert state == "quantized"
+    assert pickle.loads(pickle.dumps(outcome)).differences == outcome.differences  # how a job hands it over
 
 
 def test_a_closure_is_a_function(optimizers: ModuleType) -> None:
