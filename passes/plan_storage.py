@@ -246,9 +246,7 @@ def _choose(choice: _Choice, kind: str, inputs: Inputs, wanted: Choices) -> None
         if start is not None:
             fmt = dataclasses.replace(fmt, rounding="stochastic", late=start)
     else:
-        is_chosen = given is wanted.options.chosen
-        choice.reason = f"recipe {given.name!r} keeps state dense" if is_chosen else "an override keeps it dense"
-        choice.by_choice = True
+        choice.reason, choice.by_choice = wanted.why_dense(slot.param, given), True
         return
     choice.reason, choice.by_choice = _refusal(choice, fmt, wanted)
     choice.format = None if choice.reason else fmt

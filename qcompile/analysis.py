@@ -1,6 +1,6 @@
-"""How much a format changes an update, without the noise of whole training runs.
+"""What quantization does to updates and to networks, in figures.
 
-`Moments` keeps AdamW's two moments of one block matrix as a pair of formats stores them, in eager torch with the codecs
+`update_error`, `max_to_median`, `kurtosis`, `error_parts` and `gain_parts` measure tensors. `Moments` keeps AdamW's two moments of one block matrix as a pair of formats stores them, in eager torch with the codecs
 that the kernels are made of. `shadow` feeds such copies with the gradients of a real training run that itself is exact,
 and compares the update they would make with the exact one (papers.md section 9).
 """
@@ -33,6 +33,90 @@ def stored(x: Tensor, fmt: Format, context: Context | None = None) -> Tensor:
     """What is read back of x, [n_blocks, block_size] fp32, once it was stored in `fmt`. Packing loses nothing and is left out."""
     indices, reduced = quantize([x], fmt, context or Context())
     return dequantize(indices, load_scales(finish_scales(reduced, fmt), fmt), fmt, context or Context())[0]
+
+
+def update_error(found: Tensor, exact: Tensor) -> float:
+    """||found - exact|| / ||exact|| over all elements of two updates of one shape, summed in fp64 (papers.md section 3.8)."""
+    return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def max_to_median(h: Tensor) -> Tensor:
+    """max |h| / median |h| of each row, [..., n] to [...]: how far outliers stand out (MMR, arXiv 2509.23500).
+
+    The median of an even number of values is the mean of the two in the middle. Infinite where more than half of a row is 0.
+    """
+    ordered = h.abs().sort(-1).values
+    n = h.shape[-1]
+    return ordered[..., -1] / ((ordered[..., (n - 1) // 2] + ordered[..., n // 2]) / 2)
+
+
+def kurtosis(h: Tensor) -> float:
+    """E[(h - mean)^4] / variance^2 over all elements, in fp64; 3 for a normal distribution (arXiv 2509.23500)."""
+    centred = h.double() - h.double().mean()
+    return (centred.pow(4).mean() / centred.square().mean().square()).item()
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorParts:
+    """How the error of a layer's output comes about, relative to the squared norm of the exact output.
+
+    Attributes:
+        total: R = ||h_q - h||^2 / ||h||^2 of the output; the sum of the next three.
+        propagated: A, from the error of the input.
+        local: B, from the quantization of the layer itself.
+        cross: C, twice the product of the two.
+        gain: A over the R of the input; nan where that is 0.
+    """
+
+    total: float
+    propagated: float
+    local: float
+    cross: float
+    gain: float
+
+
+Layer = Callable[[Tensor], Tensor]
+
+
+def error_parts(layer: Layer, quantized: Layer, h: Tensor, h_q: Tensor) -> ErrorParts:
+    """Split the error of a layer's output, R = A + B + C (arXiv 2509.23500; the split is Shapley's average).
+
+    Args:
+        layer, quantized: the exact and the quantized function; each is called on both inputs.
+        h, h_q: input of the layer in the exact network, and in the quantized one.
+    """
+    exact, moved = layer(h).double(), layer(h_q).double()
+    exact_q, moved_q = quantized(h).double(), quantized(h_q).double()
+    a = ((moved_q - exact_q) + (moved - exact)) / 2
+    b = ((moved_q - moved) + (exact_q - exact)) / 2
+    size = exact.square().sum()
+    propagated = (a.square().sum() / size).item()
+    before = ((h_q - h).double().square().sum() / h.double().square().sum()).item()
+    return ErrorParts(
+        total=((moved_q - exact).square().sum() / size).item(),
+        propagated=propagated,
+        local=(b.square().sum() / size).item(),
+        cross=(2 * (a * b).sum() / size).item(),
+        gain=propagated / before if before else float("nan"),
+    )
+
+
+def gain_parts(weight: Tensor, weight_error: Tensor, h: Tensor, h_q: Tensor) -> tuple[float, float]:
+    """The gain of a linear layer without bias as G1 * G2: what its spectral norm does, and the alignment (arXiv 2509.23500).
+
+    G1 = (||W + E/2|| / ||W||)^2 in spectral norms, near 1. G2 = (cos phi / cos psi)^2, where cos phi is how much of that norm
+    the error of the input meets, cos psi how much of it the input itself. The product is `ErrorParts.gain` where weights alone
+    are quantized.
+
+    Args:
+        weight, weight_error: W and E = W_q - W, [out, in].
+        h, h_q: exact and quantized input, [..., in].
+    """
+    w, half, error = weight.double(), (weight + weight_error / 2).double(), (h_q - h).double()
+    norm, norm_half = torch.linalg.matrix_norm(w, 2), torch.linalg.matrix_norm(half, 2)
+    phi = (error @ half.T).norm() / (norm_half * error.norm())
+    psi = (h.double() @ w.T).norm() / (norm * h.double().norm())
+    return ((norm_half / norm) ** 2).item(), ((phi / psi) ** 2).item()
 
 
 class Moments:
@@ -103,7 +187,7 @@ def closed_loop(
         exact, found = (moments.update(blocks) for moments in pair)
     if exact is None or found is None:
         raise ValueError("closed_loop needs the gradients of at least one step")
-    return ((found - exact).norm() / exact.norm()).item()
+    return update_error(found, exact)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qcompile.exc import InvalidOptionError, UnknownOptionError, UnknownRecipeError
 from qcompile.names import Named, named
+from qcompile.nn import is_stable_embedding
 from qcompile.overrides import LAST_LINEAR, Override, Selector, check_selector, parse_overrides, require_match, selects
 from qcompile.recipes import RECIPES, Recipe
 from qcompile.runtime.formats import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, Format, is_block_size
@@ -96,14 +97,21 @@ class Choices:
 
     def recipe_for(self, param: Tensor | None, key: str) -> Recipe | Format:
         """The recipe or the very format that `optimizer.state[param][key]` gets."""
-        chosen: Recipe | Format = self.options.chosen
+        known = self.named.get(id(param))
+        chosen: Recipe | Format = RECIPES["dense"] if is_stable_embedding(param) else self.options.chosen
         for override in self.options.overrides:
-            known = self.named.get(id(param))
             if param is None or known is None or not fnmatch.fnmatchcase(key, override.state):
                 continue
             if selects(override.params, known, param):
                 chosen = override.format if isinstance(override.format, Format) else RECIPES[override.format]
         return chosen
+
+    def why_dense(self, param: Tensor | None, given: Recipe) -> str:
+        """Why a state is dense that `recipe_for` gave a dense recipe."""
+        if given is self.options.chosen:
+            return f"recipe {given.name!r} keeps state dense"
+        by_layer = is_stable_embedding(param) and not any(o.format == given.name for o in self.options.overrides)
+        return "its layer is a StableEmbedding" if by_layer else "an override keeps it dense"
 
     def late_start(self, param: Tensor | None) -> int | None:
         """From which store on the parameter's first moment is rounded stochastically, if it is to be."""
