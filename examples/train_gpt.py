@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from tqdm import tqdm
 
 import qcompile
+from qcompile.nn import StableEmbedding
 
 VOCABULARY = 256
 
@@ -44,16 +45,22 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over bytes, [batch, length] int64 in, [batch, length, 256] logits out."""
+    """A decoder over bytes, [batch, length] int64 in, [batch, length, 256] logits out.
 
-    def __init__(self, layers: int, width: int, context: int) -> None:
+    `tied` shares the weight of the head with the token embedding; `stable` makes that a `StableEmbedding`.
+    """
+
+    def __init__(self, layers: int, width: int, context: int, tied: bool = False, stable: bool = False) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
+        self.token = (StableEmbedding if stable else nn.Embedding)(VOCABULARY, width)
+        self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, max(1, width // 32)) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
+            if isinstance(module, (nn.Linear, nn.Embedding)) and not isinstance(module, StableEmbedding):
                 nn.init.normal_(module.weight, std=0.02)
+        if tied:
+            self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
