@@ -43,11 +43,11 @@ class Activity:
 
 
 class _Running(threading.local):
-    """The optimizers whose steps run in this thread, innermost last, with what had happened when they began, and
-    Dynamo's settings."""
+    """The optimizers whose steps run in this thread, innermost last, with what had happened when they began, whether there
+    was state that a graph could have updated, and Dynamo's settings."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[weakref.ref[Optimizer], Activity, AbstractContextManager[None]]] = []
+        self.steps: list[tuple[weakref.ref[Optimizer], Activity, bool, AbstractContextManager[None]]] = []
 
 
 activity = Activity()
@@ -64,27 +64,31 @@ def limits_of(function: Callable[..., Any]) -> dict[str, int]:
     return LIMITS | {"recompile_limit": LIMITS["recompile_limit"] + dead_entries(function)}
 
 
-def begin_step(optimizer: Optimizer) -> None:
+def begin_step(optimizer: Optimizer, options: Options) -> None:
     """Called in front of every step that Dynamo runs for our backend."""
+    had_state = optimizer in _reached or _has_large_state(optimizer, options)
     settings = dynamo_settings(limits_of(undecorated(type(optimizer).step)), **SETTINGS)
     settings.__enter__()
-    _running.steps.append((weakref.ref(optimizer), dataclasses.replace(activity), settings))
+    _running.steps.append((weakref.ref(optimizer), dataclasses.replace(activity), had_state, settings))
 
 
 def end_step(optimizer: Optimizer, options: Options) -> bool:
-    """Called behind every step for which `begin_step` was. Whether anything was compiled in it."""
-    began = dataclasses.replace(activity)
+    """Called behind every step for which `begin_step` was. Whether anything was compiled in it.
+
+    A step that made its state while graphs were compiled is not judged: it may have made it in one of them; the next tells.
+    """
+    began, had_state = dataclasses.replace(activity), True
     while _running.steps:  # those that ended with an exception are still here
-        reference, then, settings = _running.steps.pop()
+        reference, then, had, settings = _running.steps.pop()
         settings.__exit__(None, None, None)
         if reference() is optimizer:
-            began = then
+            began, had_state = then, had
             break
     if _has_sparse_gradient(optimizer):
         _report(optimizer, options)
     elif activity.ran != began.ran or (activity != began and not _has_large_state(optimizer, options)):
         _reached.add(optimizer)
-    elif optimizer not in _reached or _holds_quantized(optimizer):
+    elif (activity == began or had_state) and (optimizer not in _reached or _holds_quantized(optimizer)):
         _report(optimizer, options)  # perhaps graphs were compiled, but of functions that the step calls
     return activity.compiled != began.compiled
 

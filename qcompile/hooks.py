@@ -129,7 +129,7 @@ def _prepare(optimizer: Optimizer, token: int) -> None:
     require_agreement(optimizer, options)
     _note_step(optimizer)
     monitoring.begin_step(optimizer)
-    begin_step(optimizer)
+    begin_step(optimizer, options)
     _compat.always_trace(undecorated(type(optimizer).step))
     give_gradients_back(optimizer)  # of a step that failed
     _unscale(optimizer)

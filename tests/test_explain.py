@@ -170,6 +170,36 @@ def test_a_step_of_which_only_called_functions_are_compiled(caplog: pytest.LogCa
     assert len([r for r in caplog.records if "runs dense" in r.message]) == 1, "warned not exactly once"
 
 
+class MakesStateInAGraph(torch.optim.Optimizer):
+    """Its parameters read each other's gradients, so the first step is no step per parameter: a graph makes the state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        total = sum(p.grad.square().sum() for p in params)
+        for p in params:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+            self.state[p]["momentum"].mul_(0.9).add_(p.grad / total.sqrt())
+            p.sub_(self.state[p]["momentum"], alpha=0.1)
+
+
+def test_a_step_that_makes_its_state_in_a_graph_is_not_called_dense(caplog: pytest.LogCaptureFixture) -> None:
+    layer = nn.Linear(64, 64)
+    optimizer = MakesStateInAGraph(layer.parameters())
+    step = torch.compile(optimizer.step, backend="qstate", options={"strict": True})
+    with caplog.at_level(logging.WARNING, "qcompile"):
+        for _ in range(2):
+            layer(torch.randn(4, 64)).square().mean().backward()
+            step()
+    assert not [r for r in caplog.records if "runs dense" in r.message]
+    (state,) = (s for s in qcompile.explain(optimizer).states if s.shape == (64, 64))
+    assert state.reason is None
+
+
 def test_before_any_step_and_after_clearing() -> None:
     _, optimizer, step = trained(1)
     fresh = torch.optim.AdamW([nn.Parameter(torch.randn(64, 64))])
