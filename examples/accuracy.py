@@ -14,20 +14,16 @@ is 32 x 128 bytes. Each finished run is a line of `--out`. Names with a space ar
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import multiprocessing
-import os
 import statistics
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accuracy_runs import RECIPES, SIZES, Spec, train
-from tqdm import tqdm
+from grid import Run, finished, one_thread, run_missing
 
 from qcompile.bench_peers import find_peers
 
@@ -48,48 +44,8 @@ def specs_of(args: argparse.Namespace) -> list[Spec]:
     return found
 
 
-def read(path: Path) -> dict[Spec, dict[str, Any]]:
-    """Finished runs. A line that was cut off by a crash is no run."""
-    runs = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            run = json.loads(line)
-        except json.JSONDecodeError:
-            print(f"{path}: a line that is not whole is left out: {line[:60]}", file=sys.stderr)
-            continue
-        runs[Spec(run["size"], run["name"], run["seed"])] = run
-    return runs
-
-
-def alone() -> None:
-    """How a process trains: one thread, since two processes share two cores better than threads of small products do."""
-    torch.set_num_threads(1)
-
-
-def runs_of(specs: list[Spec], jobs: int) -> Iterator[dict[str, Any]]:
-    if jobs == 1:
-        yield from map(train, specs)
-        return
-    with multiprocessing.get_context("spawn").Pool(jobs, alone, maxtasksperchild=10) as pool:
-        yield from pool.imap_unordered(train, specs)
-
-
-def run_all(args: argparse.Namespace) -> None:
-    done = read(args.out)
-    missing = [spec for spec in specs_of(args) if spec not in done]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    # A whole line at a time, at the end of the file: two starts at once lose nothing.
-    total = sum(spec.cost for spec in missing)
-    with tqdm(total=round(total / 1e6), unit="Mparam-step", smoothing=0) as progress:
-        for run in runs_of(missing, args.jobs):
-            with args.out.open("a") as file:
-                file.write(json.dumps(run) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            spec = Spec(run["size"], run["name"], run["seed"])
-            shown = "diverged" if run["validation"] is None else f"{run['validation']:.4f}"
-            progress.set_postfix_str(f"{spec.size} {spec.name} seed {spec.seed}: {shown}")
-            progress.update(round(spec.cost / 1e6))
+def shown(run: Run) -> str:
+    return "diverged" if run["validation"] is None else f"{run['validation']:.4f}"
 
 
 # -- What came out -----------------------------------------------------------------------------------------------------
@@ -123,7 +79,7 @@ class Gap:
         return max(2, math.ceil((2 * self.spread / difference) ** 2)) if math.isfinite(self.spread) else None
 
 
-def gaps_of(runs: dict[Spec, dict[str, Any]], size: str) -> list[Gap]:
+def gaps_of(runs: dict[Spec, Run], size: str) -> list[Gap]:
     """By recipe, of the seeds that have a dense run."""
     dense = {s.seed: r["validation"] for s, r in runs.items() if s.size == size and s.name == "dense"}
     names = dict.fromkeys([*RECIPES, *(s.name for s in runs)])
@@ -142,7 +98,7 @@ def markdown(cells: list[Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def table(runs: dict[Spec, dict[str, Any]], size: str) -> list[str]:
+def table(runs: dict[Spec, Run], size: str) -> list[str]:
     """Markdown of one size."""
     dense = [r["validation"] for s, r in runs.items() if s.size == size and s.name == "dense" and r["validation"]]
     gaps = {gap.name: gap for gap in gaps_of(runs, size)}
@@ -201,7 +157,7 @@ def claims(gaps: dict[str, Gap]) -> list[str]:
     return found
 
 
-def draw(runs: dict[Spec, dict[str, Any]], sizes: list[str], path: Path) -> None:
+def draw(runs: dict[Spec, Run], sizes: list[str], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
@@ -212,12 +168,12 @@ def draw(runs: dict[Spec, dict[str, Any]], sizes: list[str], path: Path) -> None
 
     figure, axes = plt.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 5), layout="constrained", squeeze=False)
     for axis, size in zip(axes[0], sizes, strict=True):
-        shown = [gap for gap in gaps_of(runs, size) if gap.gaps]
-        for i, gap in enumerate(shown):
+        ended = [gap for gap in gaps_of(runs, size) if gap.gaps]
+        for i, gap in enumerate(ended):
             axis.plot(gap.gaps, [i] * len(gap.gaps), ".", color="0.7")
             axis.errorbar(gap.mean, i, xerr=2 * gap.error, fmt="o", capsize=3, color="C0")
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_yticks(range(len(shown)), [gap.name for gap in shown])
+        axis.set_yticks(range(len(ended)), [gap.name for gap in ended])
         axis.invert_yaxis()
         axis.set(title=f"{size}, {SIZES[size].parameters / 1e6:.2f} M", xlabel="gap to dense, nats per byte")
     figure.suptitle("validation loss minus that of the dense run with the same seed: pairs, mean, two standard errors")
@@ -225,7 +181,7 @@ def draw(runs: dict[Spec, dict[str, Any]], sizes: list[str], path: Path) -> None
 
 
 def report(args: argparse.Namespace) -> None:
-    runs = read(args.out)
+    runs = finished(args.out, Spec)
     sizes = [size for size in args.sizes if gaps_of(runs, size)]
     text = [line for size in sizes for line in table(runs, size)]
     print("\n".join(text))
@@ -249,10 +205,10 @@ def main(argv: list[str] | None = None) -> None:
     args.sizes = args.sizes or (["tiny"] if args.quick else [name for name in SIZES if name != "tiny"])
     args.out = args.out or (Path("accuracy-quick.jsonl") if args.quick else RESULTS / "accuracy.jsonl")
     if not args.report:
-        run_all(args)
+        run_missing(specs_of(args), train, args.out, args.jobs, shown)
     report(args)
 
 
 if __name__ == "__main__":
-    alone()
+    one_thread()
     main()

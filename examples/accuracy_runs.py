@@ -126,7 +126,6 @@ def train(spec: Spec) -> dict[str, Any]:
     every = max(1, size.steps // CURVE)
     found = validation(model, size.validation_batches)
     return {
-        **dataclasses.asdict(spec),
         "parameters": size.parameters,
         "steps": size.steps,
         "validation": found if len(losses) == size.steps and math.isfinite(found) else None,

@@ -96,11 +96,11 @@ def test_a_line_that_was_cut_off_is_run_again(
     path = tmp_path / "runs.jsonl"
     lines = [json.dumps(r) for r in grid({"8bit": [0.0, 0.1]})]
     path.write_text("\n".join(lines)[:-20])
-    found = accuracy.read(path)
+    found = accuracy.finished(path, accuracy.Spec)
     assert len(found) == 3
     assert accuracy.Spec("small", "8bit", 1) not in found
     assert "a line that is not whole" in capsys.readouterr().err
-    assert accuracy.read(tmp_path / "none.jsonl") == {}
+    assert accuracy.finished(tmp_path / "none.jsonl", accuracy.Spec) == {}
 
 
 def test_the_schedule(accuracy: ModuleType) -> None:
@@ -118,7 +118,7 @@ def test_the_quick_grid_runs_and_goes_on(
 ) -> None:
     out = tmp_path / "quick.jsonl"
     accuracy.main(["--quick", "--out", str(out)])
-    runs = accuracy.read(out)
+    runs = accuracy.finished(out, accuracy.Spec)
     assert {(s.name, s.seed) for s in runs} == {(name, seed) for name in ("dense", "8bit", "4bit") for seed in (0, 1)}
     for spec, found in runs.items():
         assert found["diverged_at"] is None
