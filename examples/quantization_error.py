@@ -3,6 +3,7 @@
     python examples/quantization_error.py                 # everything, about 8 minutes on two cores
     python examples/quantization_error.py codebooks loop  # some sections: ratios codebooks loop danger shadow
     python examples/quantization_error.py shadow --steps 600 --plot error.png
+    python examples/quantization_error.py sizes           # ours against the others at three sizes, an hour
     python examples/quantization_error.py --fit           # the constant of codebook "fitted", on real gradients
 
 Nothing is trained with quantized state here: `ratios` and `codebooks` quantize random numbers, `loop` and `danger` run
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -234,11 +236,21 @@ def part_of(name: str) -> str:
     return "head" if name.startswith("head") else "embeddings" if name.startswith(("token", "position")) else "body"
 
 
-def follow(recipes: list[str | Recipe], beta2: float, steps: int, seed: int = 0) -> Shadow:
-    """Train a 0.39 M parameter GPT exactly, with quantized copies beside it; measure over the last 60 steps."""
+SIZES = {"0.14 M": (2, 64), "0.39 M": (3, 96), "1.26 M": (6, 128)}  # layers and width
+
+
+def follow(
+    recipes: list[str | Recipe],
+    beta2: float,
+    steps: int,
+    seed: int = 0,
+    size: tuple[int, int] = SIZES["0.39 M"],
+    tied: bool = False,
+) -> Shadow:
+    """Train a GPT exactly, with quantized copies beside it; measure over the last 60 steps."""
     torch.manual_seed(seed)
     text, _ = standard_library()
-    model = GPT(layers=3, width=96, context=128)
+    model = GPT(*size, context=128, tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, beta2), weight_decay=0.1)
     tenth = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -268,6 +280,37 @@ def shadow_table(recipes: list[str | Recipe], steps: int) -> dict[float, dict[st
         header = ["recipe", "B/param here", "body", "head", "embeddings"]
         table(f"Shadow of a real run, {steps} steps, β2 {beta2}: relative error of the update", header, rows)
     return found
+
+
+# What the errors of a recipe are held against, and how far below they should be.
+RIVALS = {"8bit": (("torchao-8bit",), 0.6), "4bit": (("zip-sr", "ze-eden", "torchao-4bit"), 0.85)}
+
+
+def sizes(steps: int) -> None:
+    """The shadow run at three sizes, with the head apart and tied to the embeddings: ours over the best of the others.
+
+    bitsandbytes has the formats of `torchao-8bit` since its blocks are of 256.
+    """
+    recipes: list[str | Recipe] = [name for ours, (others, _) in RIVALS.items() for name in (ours, *others)]
+    parts = ("body", "head", "embeddings")
+    errors_of: dict[tuple[str, str], list[list[str]]] = {}
+    for (name, size), tied, beta2 in itertools.product(SIZES.items(), (False, True), (0.95, 0.999)):
+        errors = follow(recipes, beta2, steps, size=size, tied=tied).errors(part_of)
+        for ours, (others, most) in RIVALS.items():
+            best = {p: min(errors[o][p] for o in others) for p in parts if p in errors[ours]}
+            ratios = {p: errors[ours][p] / best[p] for p in best}
+            cells = [f"{errors[ours][p]:.4f}, {ratios[p]:.2f}" if p in best else "tied" for p in parts]
+            row = [
+                name,
+                "tied" if tied else "apart",
+                str(beta2),
+                *cells,
+                "yes" if max(ratios.values()) <= most else "no",
+            ]
+            errors_of.setdefault((ours, ", ".join(others)), []).append(row)
+    for (ours, others), rows in errors_of.items():
+        header = ["parameters", "head", "β2", *parts, f"all at most {RIVALS[ours][1]}"]
+        table(f"Error of the update with `{ours}`, and that over the least of {others}; {steps} steps", header, rows)
 
 
 def fit(steps: int) -> None:
@@ -307,11 +350,14 @@ def plot(path: str, found: dict[float, dict[str, dict[str, float]]]) -> None:
 
 
 SECTIONS = ("ratios", "codebooks", "loop", "danger", "shadow")
+LONG_SECTIONS = ("sizes",)  # not run unless they are named
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="which tables; all if none is named")
+    parser.add_argument(
+        "sections", nargs="*", choices=[*SECTIONS, *LONG_SECTIONS, []], help="which tables; by default all but sizes"
+    )
     parser.add_argument("--steps", type=int, default=250, help="of the shadow run")
     parser.add_argument("--size", type=int, default=1 << 16, help="elements of the closed loop")
     parser.add_argument("--fit", action="store_true", help="try constants of codebook 'fitted' instead")
@@ -328,6 +374,8 @@ def main() -> None:
         loop(args.size)
     if "danger" in sections:
         danger()
+    if "sizes" in sections:
+        sizes(args.steps)
     if "shadow" in sections:
         plain = [
             dataclasses.replace(RECIPES[name], name=f"{name}, rows ignored", rows=False)

@@ -43,6 +43,7 @@ class Preconditioner:
         bound: the supremum of h over v >= 0.
         power, eps: where h is 1 / (v**power + eps) up to a factor, with power 0.5 or 1, and where it is one that differs
             from it by a factor of 2 at most: 1 / sqrt(v + e), with eps = sqrt(e), or 1 / max(sqrt(v), eps). None otherwise.
+        converged: h with beta**t = 0.
     """
 
     first: int | None
@@ -55,6 +56,20 @@ class Preconditioner:
     bound: float | None
     power: float | None
     eps: float | None
+    converged: sympy.Expr
+
+    def magnifies(self, high: float) -> float:
+        """How many times the relative error of v in (0, high] the relative error of h(v) is, at most: |v h'(v) / h(v)|.
+
+        0 where h depends on numbers that are not known. Roots of v halve an error; 1 / (1 - v) near 1 has no limit. By differences.
+        """
+        if self.converged.free_symbols - {V} - constants_of(self.converged).keys():
+            return 0.0
+        end = [] if high == math.inf else [high * (1 - 10.0**-k) for k in range(1, 7)] + [high]
+        v = torch.cat([COURSE[(COURSE > 0) & (COURSE < high)], COURSE.new_tensor(end)])
+        moved, h = (torch.as_tensor(compute(self.converged, {V: x, TIME: 1000.0})) for x in (v * (1 - 1e-6), v))
+        found = ((h / moved).log() / 1e-6).abs()
+        return float(found[found.isfinite()].max()) if found.isfinite().any() else 0.0
 
     def preconditioner(self, v: Tensor, *numbers: Tensor) -> Tensor:
         """h(v), same shape and dtype; `numbers` are all 0-d inputs of the program."""
@@ -153,7 +168,7 @@ def _record(first: int | None, second: int, h: sympy.Expr, update: Symbolic) -> 
     if not is_known and _direction(_course(converged, 0.5).abs()) != decreasing:
         decreasing = None
     power, eps = _power_and_eps(converged)
-    return Preconditioner(first, second, h, update.numbers, update.scalars, at_zero, decreasing, bound, power, eps)
+    return Preconditioner(first, second, h, update.numbers, update.scalars, at_zero, decreasing, bound, power, eps, converged)
 
 
 def _normalised(h: sympy.Expr) -> sympy.Expr:

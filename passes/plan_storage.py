@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from qcompile._compat_distributed import local_of
 from qcompile.exc import FormatMismatchError, InvalidFormatError
 from qcompile.options import Choices, Options
-from qcompile.passes.analyse import Analysed, range_now
+from qcompile.passes.analyse import Analysed, hyperparameters, range_now
 from qcompile.passes.find_state import Inputs, Slot
 from qcompile.passes.infer_preconditioner import Preconditioner, storage_pairs
 from qcompile.passes.outline_updates import READ, Region
@@ -36,6 +36,8 @@ from qcompile.runtime.state import QuantizedState
 AVERAGE = "an average of the parameter: it is read as weights, and moves less per step than rounding does"
 COPY = "a copy of the parameter: it is read as weights"
 SUM = "it adds up without decay, so that rounding errors would add up too"
+# Storing changes a value by a few per cent. What the update makes of it may change by about as much, or a few times that.
+MOST_MAGNIFIED = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,11 @@ def _fragile(part: Analysed, inputs: Inputs) -> Iterator[tuple[fx.Node, str]]:
     for constraint in part.constraints:
         reason = f"the update needs {constraint.show(part.names(inputs))}, which rounding can break"
         yield from ((nodes[i], reason) for i in constraint.states if i in nodes)
+    for record in part.preconditioners:
+        times = record.magnifies(part.proofs[record.second].interval.high) if record.second in nodes else 0.0
+        if times > MOST_MAGNIFIED:
+            h = record.text(hyperparameters(inputs, nodes[record.second]))
+            yield nodes[record.second], f"h(v) = {h} magnifies what rounding changes {times:.0f} times"
     for i, node in nodes.items():
         memory, param = part.memories[i], inputs.state[node].param
         if memory is None:

@@ -67,6 +67,12 @@ def hump(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
     p.sub_(m * v / (v * v + 1.0))
 
 
+def one_minus(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+    m.lerp_(g, 0.1)
+    v.mul_(0.9).add_(0.1 * (g * g).clamp(max=0.99))
+    p.sub_(m / (1 - v))
+
+
 def unknown(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
     moments(g, m, v)
     p.sub_(m * torch.special.i0e(v))
@@ -97,13 +103,14 @@ MAKE: dict[str, Callable[[list[torch.nn.Parameter]], Optimizer]] = {
     "Lion": lambda p: HandWritten(p, lion),
     "hump": lambda p: HandWritten(p, hump),
     "unknown": lambda p: HandWritten(p, unknown),
+    "1 / (1 - v)": lambda p: HandWritten(p, one_minus),
     "falls off": lambda p: HandWritten(p, falls_off),
     "lr of 0": lambda p: torch.optim.Adam(p, lr=0.0),
     "RAdam, lr of 0": lambda p: torch.optim.RAdam(p, lr=0.0),
 }
 
 
-WITHOUT_VALUES = ("SGD", "Lion", "RMSprop centered", "unknown", "falls off", "lr of 0", "RAdam, lr of 0")
+WITHOUT_VALUES = ("1 / (1 - v)", "SGD", "Lion", "RMSprop centered", "unknown", "falls off", "lr of 0", "RAdam, lr of 0")
 
 
 def hyperparameters(optimizer: Optimizer) -> dict[str, float]:
@@ -176,6 +183,7 @@ cautious | m, v: 1/max(sqrt(v), 1e-06)
 Lion | none
 hump | m, v: v/(v**2 + 1)
 unknown | none
+1 / (1 - v) | m, v: -1/(v - 1)
 falls off | m, v: sqrt(-v + 1)
 lr of 0 | exp_avg, exp_avg_sq: 1/(sqrt(v/(1 - beta2**t)) + eps)
 RAdam, lr of 0 | exp_avg, exp_avg_sq: 1/(sqrt(v) + eps)""",
@@ -209,6 +217,24 @@ def test_properties(found, name: str, expected) -> None:
         known = [(have, want) for have, want in zip(properties(record), values, strict=True) if want is not None]
         assert all(have == pytest.approx(want, rel=1e-6) for have, want in known), properties(record)
         assert [have is None for have in properties(record)] == [want is None for want in values]
+
+
+def test_how_much_an_error_of_v_is_magnified(found) -> None:
+    """|v h'(v) / h(v)|: a half for roots, one for quotients, v / (1 - v) for 1 / (1 - v)."""
+    for name, high, times in (
+        ("AdamW", math.inf, 0.5),
+        ("quarter root", math.inf, 0.25),
+        ("eps inside", 1e-6, 0.25),  # v / (2 (v + eps))
+        ("Adamax", math.inf, 1.0),
+        ("hump", math.inf, 1.0),
+        ("unknown", math.inf, 0.0),
+    ):
+        for record in found(name)[1]:
+            assert record.magnifies(high) == pytest.approx(times, abs=1e-3), name
+    (record,) = (r for r in found("1 / (1 - v)")[1] if r.first is not None)
+    assert record.magnifies(0.5) == pytest.approx(1.0, rel=1e-3)
+    assert record.magnifies(0.99) == pytest.approx(99.0, rel=1e-3)
+    assert record.magnifies(1.0) > 1e5
 
 
 def test_a_number_that_is_not_known_leaves_its_consequences_open(capture, analyse, params) -> None:

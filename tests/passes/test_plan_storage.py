@@ -165,8 +165,17 @@ def summed(p: Tensor, g: Tensor, total: Tensor) -> None:
     p.sub_(total.add_(g))
 
 
+def magnified(p: Tensor, g: Tensor, product: Tensor) -> None:
+    product.mul_(0.9).add_(0.1 * (g * g).clamp(max=0.99))
+    p.sub_(g / (1 - product))
+
+
+MAGNIFIED = "h(v) = -1/(v - 1) magnifies what rounding changes 99 times"
+
+
 @pytest.mark.parametrize(
-    ("update", "key", "reason"), [(averaged, "ema", AVERAGE), (copied, "last", COPY), (summed, "total", SUM)]
+    ("update", "key", "reason"),
+    [(averaged, "ema", AVERAGE), (copied, "last", COPY), (summed, "total", SUM), (magnified, "product", MAGNIFIED)],
 )
 def test_dense_whatever_the_recipe(capture, analyse, params, update, key: str, reason: str) -> None:
     optimizer = Handmade(params((64, 64)), update, key)
