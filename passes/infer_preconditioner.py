@@ -66,7 +66,7 @@ class Preconditioner:
         if self.converged.free_symbols - {V} - constants_of(self.converged).keys():
             return 0.0
         end = [] if high == math.inf else [high * (1 - 10.0**-k) for k in range(1, 7)] + [high]
-        v = torch.cat([COURSE[(COURSE > 0) & (COURSE < high)], COURSE.new_tensor(end)])
+        v = torch.cat([COURSE[COURSE.gt(0) & COURSE.lt(high)], COURSE.new_tensor(end)])
         moved, h = (torch.as_tensor(compute(self.converged, {V: x, TIME: 1000.0})) for x in (v * (1 - 1e-6), v))
         found = ((h / moved).log() / 1e-6).abs()
         return float(found[found.isfinite()].max()) if found.isfinite().any() else 0.0
@@ -168,7 +168,9 @@ def _record(first: int | None, second: int, h: sympy.Expr, update: Symbolic) -> 
     if not is_known and _direction(_course(converged, 0.5).abs()) != decreasing:
         decreasing = None
     power, eps = _power_and_eps(converged)
-    return Preconditioner(first, second, h, update.numbers, update.scalars, at_zero, decreasing, bound, power, eps, converged)
+    return Preconditioner(
+        first, second, h, update.numbers, update.scalars, at_zero, decreasing, bound, power, eps, converged
+    )
 
 
 def _normalised(h: sympy.Expr) -> sympy.Expr:
