@@ -13,7 +13,7 @@ only when a new scale is a fresh buffer, so there scales are returned and the ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from qcompile._compat import SymbolicRows, trace
 from qcompile.passes.functionalize import UpdateProgram
 from qcompile.passes.infer_preconditioner import Preconditioner, storage_pairs
+from qcompile.passes.infer_sign import new_values, source_of
 from qcompile.runtime.codecs import (
     Context,
     Parts,
@@ -193,7 +194,7 @@ class _Build:
     def _store(
         self, cells: list[_Cell], new: dict[int, Parts], numbers: list[Tensor], first_row: Tensor | None
     ) -> list[Tensor]:
-        copies: list[tuple[Tensor, Tensor]] = []
+        copies: dict[int, list[tuple[Tensor, Tensor]]] = {}
         reduced: dict[int, Parts] = {}
         seconds = {pair.second for first, pair in self.pairs.items() if self._relative(first)}
         decoded: dict[int, Parts] = {}
@@ -206,8 +207,13 @@ class _Build:
                 if i in seconds:
                     decoded[i] = dequantize(indices, load_scales(finish_scales(reduced[i], fmt), fmt), fmt, context)
                 stored = pack(indices, fmt)
-            copies += zip(cell.blocks, stored, strict=True)
-        for old, value in copies:  # after all are computed: else Inductor's C++ splits the loop
+            copies[i] = list(zip(cell.blocks, stored, strict=True))
+        ordered, kept = in_order(list(copies), moves_of(self.program))
+        for i in kept:  # no clone, which Inductor takes for nothing
+            copies[i] = [(old, torch.maximum(value, value)) for old, value in copies[i]]
+        for old, value in (
+            copy for i in ordered for copy in copies[i]
+        ):  # after all are computed: else C++ splits the loop
             old.copy_(value)
         if not self.scales_in_place:
             return [value for i in sorted(reduced) for value in reduced[i]]
@@ -248,3 +254,28 @@ class _Build:
             return Context(denominator, None, draw)
         pair = next(pair for pair in self.pairs.values() if pair.second == i)
         return Context(denominator, lambda v: pair.preconditioner(v, *numbers), draw)
+
+
+def moves_of(program: UpdateProgram) -> dict[int, int]:
+    """The operands whose new value is what another one was (`previous.copy_(param)` before the parameter is updated)."""
+    operands = {n: i for i, n in enumerate(n for n in program.elements.graph.nodes if n.op == "placeholder")}
+    sources = ((i, operands.get(source_of(node))) for i, node in new_values(program).items())
+    return {i: j for i, j in sources if j is not None and j != i}
+
+
+def in_order(written: Sequence[int], moves: Mapping[int, int]) -> tuple[list[int], set[int]]:
+    """In which order operands are stored so that each is read before it is written, and which values are computed apart.
+
+    Those that read each other in a circle have no such order, so that one of them must be kept first. Inductor does the
+    same for values that are computed; it takes a copy for the thing itself.
+    """
+    left, ordered, kept = list(written), [], set()
+    while left:
+        read = {moves.get(i) for i in left if i not in kept}
+        i = next((i for i in left if i not in read), None)
+        if i is None:
+            kept.add(left[0])
+        else:
+            ordered.append(i)
+            left.remove(i)
+    return ordered, kept

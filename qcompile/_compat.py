@@ -48,6 +48,7 @@ NEEDED = (
     ("torch._inductor.config", "max_fusion_size post_grad_custom_pre_pass"),
     ("torch._inductor.custom_graph_pass", "CustomGraphPass"),
     ("torch._inductor.decomposition", "select_decomp_table"),
+    ("torch._inductor.fx_utils", "get_node_storage"),
     ("torch._inductor.graph", "GraphLowering.codegen GraphLowering.compile_to_module"),
     ("torch._inductor.dtype_propagation", "DtypePropagationOpsHandler"),
     ("torch._inductor.ir", "StorageBox.has_exceeded_max_reads StorageBox.should_realize_on_reuse"),

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def stock_inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """What `backend="inductor"` does, without its mistake in `torch.add(x, a @ b, alpha=number)`.
+    """What `backend="inductor"` does, without its mistakes in `torch.add(x, a @ b, alpha=number)` and `old.copy_(x); x.add_(y)`.
 
     Numbers that `item` reads are in our graphs (see `dense_step.SETTINGS`), and not in those of `backend="inductor"`. Where
     AOTAutograd has to know such a number (`x.sub_(y, alpha=number)`) the graph runs as it is.
@@ -29,7 +29,10 @@ def stock_inductor(gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[
 
     try:
         with dynamo_timed(IN_OURS):
-            patches = {**settings, CUSTOM_PASS: [_products_with_alpha(), *_passes_of(settings)]}
+            patches = {
+                **settings,
+                CUSTOM_PASS: [_products_with_alpha(), _copies_of_what_changes(), *_passes_of(settings)],
+            }
             return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=patches))
     except GuardOnDataDependentSymNode as error:
         log.info("a graph runs uncompiled: %s", str(error).partition("\n")[0])
@@ -78,3 +81,38 @@ def _products_with_alpha() -> Any:
             return "qcompile products with alpha 1"
 
     return ProductsWithAlpha()
+
+
+@functools.cache
+def _copies_of_what_changes() -> Any:
+    """A pass that keeps what an input was, where another takes it over and it is written itself (pytorch#198131).
+
+    At the end of a graph are its inputs' new values, one `copy_` after the other, as if they were written at once. Inductor writes them in turn,
+    and has dropped the copy that `old.copy_(param); param.add_(update)` makes: `old` would be the new parameter (torch 2.13 to 2.15).
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.fx_utils import get_node_storage
+
+    sources = {aten.copy.default: 1, aten.clone.default: 0, aten.alias.default: 0}
+
+    class CopiesOfWhatChanges(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            copies = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
+            written = set()
+            for node in copies:
+                target, value = node.args[:2]
+                while isinstance(value, fx.Node) and value.target in sources:
+                    value = value.args[sources[value.target]]  # type: ignore[index]
+                if isinstance(value, fx.Node) and get_node_storage(value) in written:
+                    with graph.inserting_before(copies[0]):
+                        kept = graph.call_function(
+                            aten.maximum.default, (value, value)
+                        )  # computed, where a clone is dropped
+                    kept.meta.update(value.meta)
+                    node.args = (target, kept)
+                written.add(get_node_storage(target))
+
+        def uuid(self) -> str:
+            return "qcompile copies of what changes 1"
+
+    return CopiesOfWhatChanges()
