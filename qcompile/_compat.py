@@ -35,7 +35,7 @@ NEEDED = (
     ("torch._dynamo.guards", "DeletedGuardManagerWrapper GuardBuilder.EQUALS_MATCH GuardBuilder.TENSOR_MATCH"),
     ("torch._dynamo.exc", "TensorifyScalarRestartAnalysis TorchDynamoException FailOnRecompileLimitHit"),
     ("torch._dynamo.source", "AttrSource DictGetItemSource GetItemSource GradSource"),
-    ("torch._dynamo.variables", "BuiltinVariable ConstDictVariable ListVariable SymNodeVariable"),
+    ("torch._dynamo.variables", "BuiltinVariable ConstDictVariable ListVariable SymNodeVariable TensorVariable"),
     ("torch._dynamo.variables", "TorchInGraphFunctionVariable._get_handlers constant"),
     ("torch._dynamo.utils", "compilation_time_metrics dynamo_timed"),
     ("torch._dynamo.side_effects", "SideEffects.is_modified"),
@@ -175,14 +175,17 @@ def stored_values(gm: fx.GraphModule) -> list[tuple[fx.Node | None, fx.Node]]:
 
 @functools.cache
 def trace_math_pow(backend: Any) -> None:
-    """Let Dynamo trace `math.pow` of a changing int or float for `backend`, as it traces `**`.
+    """Let Dynamo trace `math.pow` of a changing int or float, or of a tensor, for `backend`, as it traces `**`.
 
-    It computes it while it traces, and compiles again for each value: a bias correction, for each step (torch 2.13, 2.14).
+    It computes it while it traces, and compiles again for each value: a bias correction, for each step; at a tensor it breaks the graph
+    (torch 2.13, 2.14).
     """
-    from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, TorchInGraphFunctionVariable
+    from torch._dynamo.variables import BuiltinVariable, SymNodeVariable, TensorVariable, TorchInGraphFunctionVariable
 
     def power(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if unwrap_backend(tx.output.compiler_fn)[0] is backend and any(isinstance(a, SymNodeVariable) for a in args):
+        if unwrap_backend(tx.output.compiler_fn)[0] is backend and any(
+            isinstance(a, (SymNodeVariable, TensorVariable)) for a in args
+        ):
             floats = [BuiltinVariable(float).call_function(tx, [a], {}) for a in args]
             return BuiltinVariable(operator.pow).call_function(tx, floats, kwargs)
         return None

@@ -105,12 +105,24 @@ def _report(optimizer: Optimizer, options: Options) -> None:
         return
     reason = dense_reason(optimizer)
     record_of(optimizer).dense_reason = reason
+    _make_dense(optimizer)
     name = type(optimizer).__name__
     if options.strict:
         raise NotQuantizedError([f"all state of {name}: {reason}"])
     if optimizer not in _reported:
         _reported.add(optimizer)
         log.warning("%s.step was compiled with backend='qstate' but runs dense: %s", name, reason)
+
+
+def _make_dense(optimizer: Optimizer) -> None:
+    """State in a format that no graph was compiled for, but its first values or a checkpoint chose: Python would round it in
+    each step, without what the plan of a graph knows about it.
+    """
+    plans = record_of(optimizer).plans
+    for slot in list(state_of(optimizer).values()):
+        value = slot.get()
+        if isinstance(value, QuantizedState) and slot.place not in plans:
+            slot.set(value.dequantize())
 
 
 def _has_sparse_gradient(optimizer: Optimizer) -> bool:

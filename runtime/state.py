@@ -305,6 +305,7 @@ class QuantizedState(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
+    @torch.compiler.disable  # where a step runs as Python, Dynamo would compile the functions in here one by one
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from qcompile.runtime.operators import run
 

@@ -170,6 +170,25 @@ def test_a_step_of_which_only_called_functions_are_compiled(caplog: pytest.LogCa
     assert len([r for r in caplog.records if "runs dense" in r.message]) == 1, "warned not exactly once"
 
 
+def test_state_of_a_step_that_is_not_compiled_does_not_stay_quantized() -> None:
+    """As a checkpoint, or the first step, left it: eager Python would round it in every step."""
+    layer = nn.Linear(64, 64)
+    optimizer = BreaksInItsLoop(layer.parameters())
+    state = QuantizedState.quantize(torch.randn(64, 64), qcompile.RECIPES["8bit"].signed)
+    optimizer.state[layer.weight]["momentum"] = state
+    step = torch.compile(optimizer.step, backend="qstate")
+    for _ in range(2):
+        layer(torch.randn(4, 64)).square().mean().backward()
+        step()
+    momentum = optimizer.state[layer.weight]["momentum"]
+    assert type(momentum) is torch.Tensor
+    before = momentum.clone()
+    layer.weight.grad.fill_(1e-6)  # type: ignore[union-attr]
+    optimizer.step()
+    assert torch.allclose(momentum, 0.9 * before, atol=1e-7)  # centered: the gradient counts for nothing
+    assert qcompile.explain(optimizer).states[0].reason.startswith("torch ran the step as eager Python")  # type: ignore[union-attr]
+
+
 class MakesStateInAGraph(torch.optim.Optimizer):
     """Its parameters read each other's gradients, so the first step is no step per parameter: a graph makes the state."""
 
