@@ -35,10 +35,13 @@ NEEDED = (
     ("torch._dynamo.guards", "DeletedGuardManagerWrapper GuardBuilder.EQUALS_MATCH GuardBuilder.TENSOR_MATCH"),
     ("torch._dynamo.exc", "TensorifyScalarRestartAnalysis TorchDynamoException FailOnRecompileLimitHit"),
     ("torch._dynamo.source", "AttrSource DictGetItemSource GetItemSource GradSource"),
-    ("torch._dynamo.variables", "BuiltinVariable ConstDictVariable ListVariable SymNodeVariable TensorVariable"),
+    (
+        "torch._dynamo.variables",
+        "BuiltinVariable ConstDictVariable ListVariable OptimizerVariable SymNodeVariable TensorVariable",
+    ),
     ("torch._dynamo.variables", "TorchInGraphFunctionVariable._get_handlers constant"),
     ("torch._dynamo.utils", "compilation_time_metrics dynamo_timed"),
-    ("torch._dynamo.side_effects", "SideEffects.is_modified"),
+    ("torch._dynamo.side_effects", "SideEffects.is_modified SideEffects.store_attr"),
     ("torch._inductor", "list_mode_options"),
     ("torch._inductor.async_compile", "AsyncCompile.cpp_pybinding AsyncCompile.triton"),
     ("torch._inductor.codecache", "CppPythonBindingsCodeCache.load_pybinding PyCodeCache.load"),
@@ -191,6 +194,29 @@ def trace_math_pow(backend: Any) -> None:
         return None
 
     TorchInGraphFunctionVariable._get_handlers()[math.pow] = power
+
+
+def keep_attributes(backend: Any) -> None:
+    """Let Dynamo carry out what a step assigns to its optimizer (`self.count += 1`), for `backend`.
+
+    It notes the assignment, and forgets the optimizer, which is not among the objects whose changes it writes back (torch 2.13, 2.14): a counter
+    like Ranger21's `lookahead_step` stands still.
+    """
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables import OptimizerVariable
+
+    store = SideEffects.store_attr
+    if hasattr(store, "for_backend"):
+        return
+
+    def store_attr(self: Any, item: Any, *args: Any, **kwargs: Any) -> None:
+        store(self, item, *args, **kwargs)
+        if isinstance(item, OptimizerVariable) and tracing_backend()[0] is backend:
+            self.id_to_variable.setdefault(id(item.value), item)
+            self.keepalive.append(item.value)
+
+    store_attr.for_backend = backend  # type: ignore[attr-defined]
+    SideEffects.store_attr = store_attr  # type: ignore[method-assign]
 
 
 def global_step_hooks() -> list[Callable[..., Any]]:

@@ -117,6 +117,7 @@ def _trace_token() -> int:
     if backend is None or backend is not _backend:
         return -1
     _compat.trace_math_pow(backend)
+    _compat.keep_attributes(backend)
     options = Options.parse(keywords.get("options"))
     if options not in _tokens:
         _tokens.append(options)

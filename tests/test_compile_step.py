@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from conftest import make_params, set_grads
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import qcompile
@@ -114,3 +116,40 @@ def test_copies_and_others_of_the_class_are_as_they_were() -> None:
 def test_wrong_options() -> None:
     with pytest.raises(qcompile.UnknownRecipeError):
         qcompile.compile_step(torch.optim.AdamW(make_params((4, 4))), recipe="9bit")
+
+
+class Remembers(torch.optim.Optimizer):
+    """Keeps what it knows in attributes, which it assigns in each step; every third step is another one."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.count, self.rate, self.scale = 0, 1.0, torch.ones(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        self.rate = 0.1 / self.count
+        for p in self.param_groups[0]["params"]:
+            self.scale = 0.5 * self.scale + p.grad.abs().mean()
+            self.state[p]["momentum"].lerp_(p.grad, 0.1)
+            p.sub_(self.state[p]["momentum"] * self.scale, alpha=self.rate if self.count % 3 else 0.5)
+
+
+@pytest.mark.parametrize("recipe", ["dense", "8bit"])
+def test_what_a_step_assigns_to_its_optimizer_is_kept(recipe: str) -> None:
+    """By plain `torch.compile(optimizer.step)`, in which Dynamo drops it whatever the backend (torch 2.13)."""
+    found = []
+    for compiled in (True, False):
+        p = nn.Parameter(torch.ones(64, 128))
+        optimizer = Remembers([p])
+        optimizer.state[p]["momentum"] = torch.zeros(64, 128)
+        step = (
+            torch.compile(optimizer.step, backend="qstate", options={"recipe": recipe}) if compiled else optimizer.step
+        )
+        for t in range(7):
+            p.grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(t))
+            step()
+        found.append((optimizer.count, optimizer.rate, float(optimizer.scale), p.detach()))
+    assert found[0][:2] == found[1][:2] == (7, 0.1 / 7)
+    assert found[0][2] == pytest.approx(found[1][2], rel=1e-5)
+    assert torch.allclose(found[0][3], found[1][3], atol=1e-6 if recipe == "dense" else 0.02)
