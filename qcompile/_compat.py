@@ -33,6 +33,7 @@ NEEDED = (
     ("torch._dynamo.convert_frame", "always_optimize_code_objects"),
     ("torch._dynamo.eval_frame", "_debug_get_cache_entry_list"),
     ("torch._dynamo.guards", "DeletedGuardManagerWrapper GuardBuilder.EQUALS_MATCH GuardBuilder.TENSOR_MATCH"),
+    ("torch._C._dynamo.eval_frame", "_FrameAction _FrameExecStrategy set_code_exec_strategy"),
     ("torch._dynamo.exc", "TensorifyScalarRestartAnalysis TorchDynamoException FailOnRecompileLimitHit"),
     ("torch._dynamo.source", "AttrSource DictGetItemSource GetItemSource GradSource"),
     (
@@ -261,6 +262,15 @@ def always_trace(function: Any) -> None:
 
     if hasattr(function, "__code__"):
         always_optimize_code_objects[function.__code__] = True
+
+
+def trace_next_time(function: Any) -> None:
+    """Let Dynamo look again at a function that it has decided to run as Python from now on."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    if hasattr(function, "__code__"):
+        strategy = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
+        set_code_exec_strategy(function.__code__, strategy)
 
 
 def mark_static(tensor: Tensor) -> bool:

@@ -84,7 +84,10 @@ def end_step(optimizer: Optimizer, options: Options) -> bool:
         if reference() is optimizer:
             began, had_state = then, had
             break
-    if _has_sparse_gradient(optimizer):
+    if not _has_gradient(optimizer):
+        # It did nothing, perhaps. Dynamo would never look again at a function that it has seen do nothing.
+        _compat.trace_next_time(undecorated(type(optimizer).step))
+    elif _has_sparse_gradient(optimizer):
         _report(optimizer, options)
     elif activity.ran != began.ran or (activity != began and not _has_large_state(optimizer, options)):
         _reached.add(optimizer)
@@ -101,7 +104,7 @@ def note_eager_step(optimizer: Optimizer, backend: Callable[..., Any] | None) ->
 
 
 def _report(optimizer: Optimizer, options: Options) -> None:
-    if not options.quantizes or not any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+    if not options.quantizes or not _has_gradient(optimizer):
         return
     reason = dense_reason(optimizer)
     record_of(optimizer).dense_reason = reason
@@ -123,6 +126,10 @@ def _make_dense(optimizer: Optimizer) -> None:
         value = slot.get()
         if isinstance(value, QuantizedState) and slot.place not in plans:
             slot.set(value.dequantize())
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _has_sparse_gradient(optimizer: Optimizer) -> bool:
