@@ -102,6 +102,20 @@ def data() -> tuple[Tensor, Tensor]:
     return standard_library()
 
 
+def update(
+    loss: Tensor,
+    optimizer: torch.optim.Optimizer,
+    step: Callable[[], object],
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+) -> None:
+    """One step from a loss, with gradients of at most norm 1."""
+    loss.backward()
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+    step()
+    schedule.step()
+    optimizer.zero_grad()
+
+
 def train(spec: Spec) -> dict[str, Any]:
     """Train once; what becomes a line of the file. A run whose loss is not finite, or above that of guessing, has diverged."""
     size, start = SIZES[spec.size], time.perf_counter()
@@ -118,11 +132,7 @@ def train(spec: Spec) -> dict[str, Any]:
         losses.append(loss.item())
         if not math.isfinite(losses[-1]) or (len(losses) > 100 and statistics.mean(losses[-50:]) > math.log(256)):
             break
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        step()
-        schedule.step()
-        optimizer.zero_grad()
+        update(loss, optimizer, step, schedule)
     every = max(1, size.steps // CURVE)
     found = validation(model, size.validation_batches)
     return {

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_runs import BATCH, CONTEXT, data
+from accuracy_runs import BATCH, CONTEXT, data, update
 from grid import Run, finished, one_thread, run_missing
 from quantized_network import measure, output_error, quantize_linears, quantized_copy
 from study_report import report
@@ -110,11 +110,7 @@ def train(spec: Spec) -> Run:
         loss = loss_of(network, *batch_of(data()[0], generator, BATCH, CONTEXT))
         if not math.isfinite(loss.item()):
             break
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        step()
-        schedule.step()
-        optimizer.zero_grad()
+        update(loss, optimizer, step, schedule)
         if t % every == 0:
             points.append({"step": t, **evaluate(network, is_exact=spec.forward == "exact")})
     states = qcompile.explain(optimizer).states if spec.state != "dense" else ()

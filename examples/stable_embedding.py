@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_runs import CONTEXT, data
+from accuracy_runs import CONTEXT, data, update
 from grid import Run, finished, one_thread, run_missing
 from study_report import markdown
 from torch import Tensor, nn
@@ -136,11 +136,7 @@ def train(spec: Spec) -> Run:
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             break
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        update(loss, optimizer, optimizer.step, schedule)
     final = statistics.mean(losses[-20:])
     diverged = not final <= math.log(256)
     return {

@@ -197,29 +197,6 @@ def trace_math_pow(backend: Any) -> None:
     TorchInGraphFunctionVariable._get_handlers()[math.pow] = power
 
 
-def keep_attributes(backend: Any) -> None:
-    """Let Dynamo carry out what a step assigns to its optimizer (`self.count += 1`), for `backend`.
-
-    It notes the assignment, and forgets the optimizer, which is not among the objects whose changes it writes back (torch 2.13, 2.14): a counter
-    like Ranger21's `lookahead_step` stands still.
-    """
-    from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.variables import OptimizerVariable
-
-    store = SideEffects.store_attr
-    if hasattr(store, "for_backend"):
-        return
-
-    def store_attr(self: Any, item: Any, *args: Any, **kwargs: Any) -> None:
-        store(self, item, *args, **kwargs)
-        if isinstance(item, OptimizerVariable) and tracing_backend()[0] is backend:
-            self.id_to_variable.setdefault(id(item.value), item)
-            self.keepalive.append(item.value)
-
-    store_attr.for_backend = backend  # type: ignore[attr-defined]
-    SideEffects.store_attr = store_attr  # type: ignore[method-assign]
-
-
 def global_step_hooks() -> list[Callable[..., Any]]:
     """Step hooks that every optimizer runs."""
     from torch.optim import optimizer
@@ -262,15 +239,6 @@ def always_trace(function: Any) -> None:
 
     if hasattr(function, "__code__"):
         always_optimize_code_objects[function.__code__] = True
-
-
-def trace_next_time(function: Any) -> None:
-    """Let Dynamo look again at a function that it has decided to run as Python from now on."""
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-    if hasattr(function, "__code__"):
-        strategy = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
-        set_code_exec_strategy(function.__code__, strategy)
 
 
 def mark_static(tensor: Tensor) -> bool:

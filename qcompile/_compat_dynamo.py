@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from qcompile._compat import tracing_backend
+
 _settings_lock = threading.Lock()
 _settings_held: dict[str, tuple[int, Any]] = {}  # by name: how many hold it, and what was set before
 
@@ -105,3 +107,35 @@ def dead_entries(function: Any) -> int:
 
     entries = _debug_get_cache_entry_list(function.__code__) if hasattr(function, "__code__") else ()
     return sum(isinstance(entry.guard_manager, DeletedGuardManagerWrapper) for entry in entries)
+
+
+def keep_attributes(backend: Any) -> None:
+    """Let Dynamo carry out what a step assigns to its optimizer (`self.count += 1`), for `backend`.
+
+    It notes the assignment, and forgets the optimizer, which is not among the objects whose changes it writes back (torch 2.13, 2.14): a counter
+    like Ranger21's `lookahead_step` stands still.
+    """
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables import OptimizerVariable
+
+    store = SideEffects.store_attr
+    if hasattr(store, "for_backend"):
+        return
+
+    def store_attr(self: Any, item: Any, *args: Any, **kwargs: Any) -> None:
+        store(self, item, *args, **kwargs)
+        if isinstance(item, OptimizerVariable) and tracing_backend()[0] is backend:
+            self.id_to_variable.setdefault(id(item.value), item)
+            self.keepalive.append(item.value)
+
+    store_attr.for_backend = backend  # type: ignore[attr-defined]
+    SideEffects.store_attr = store_attr  # type: ignore[method-assign]
+
+
+def trace_next_time(function: Any) -> None:
+    """Let Dynamo look again at a function that it has decided to run as Python from now on."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    if hasattr(function, "__code__"):
+        strategy = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
+        set_code_exec_strategy(function.__code__, strategy)

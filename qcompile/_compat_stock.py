@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -98,16 +99,15 @@ def _copies_of_what_changes() -> Any:
     class CopiesOfWhatChanges(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             copies = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
+            earlier = set(itertools.takewhile(lambda node: node is not copies[0], graph.nodes)) if copies else set()
             written = set()
             for node in copies:
                 target, value = node.args[:2]
                 while isinstance(value, fx.Node) and value.target in sources:
                     value = value.args[sources[value.target]]  # type: ignore[index]
-                if isinstance(value, fx.Node) and get_node_storage(value) in written:
-                    with graph.inserting_before(copies[0]):
-                        kept = graph.call_function(
-                            aten.maximum.default, (value, value)
-                        )  # computed, where a clone is dropped
+                if value in earlier and get_node_storage(value) in written:
+                    with graph.inserting_before(copies[0]):  # computed, since a clone would be dropped
+                        kept = graph.call_function(aten.maximum.default, (value, value))
                     kept.meta.update(value.meta)
                     node.args = (target, kept)
                 written.add(get_node_storage(target))

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from qcompile import _compat
-from qcompile._compat_dynamo import dead_entries, dynamo_settings
+from qcompile._compat_dynamo import dead_entries, dynamo_settings, trace_next_time
 from qcompile.exc import NotQuantizedError
 from qcompile.first_step import undecorated
 from qcompile.options import Options
@@ -86,7 +86,7 @@ def end_step(optimizer: Optimizer, options: Options) -> bool:
             break
     if not _has_gradient(optimizer):
         # It did nothing, perhaps. Dynamo would never look again at a function that it has seen do nothing.
-        _compat.trace_next_time(undecorated(type(optimizer).step))
+        trace_next_time(undecorated(type(optimizer).step))
     elif _has_sparse_gradient(optimizer):
         _report(optimizer, options)
     elif activity.ran != began.ran or (activity != began and not _has_large_state(optimizer, options)):
