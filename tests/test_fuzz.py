@@ -212,14 +212,16 @@ class Fuzzed:
                 shape = (-1, size) if part.stop is not None else (-1, 1)
                 error, least = ((x[part] - wanted[part]).abs().view(shape).amax(1) for x in (found, best))
                 largest = wanted[part].abs().view(shape).amax(1)
-                # An element on the border of two codes may fall to either side, and one of v moves what is relative to it.
-                unit = torch.finfo(state.dtype).eps if part.stop is None else 0
+                # An element on the border of two codes may fall to either side, and one of v moves what is relative to it. State of
+                # 16 bits is rounded to them as torch computes it, which the twin in fp32 does not do; a tail is read so, too.
+                rounding = torch.finfo(state.dtype).eps / 2
+                unit = 2 * rounding if part.stop is None else 0 if state.dtype == torch.float32 else rounding
                 assert (error <= 2 * least + (1e-5 + unit) * largest + 1e-37).all(), (key, state.format)
 
 
 def dense(value: Tensor) -> Tensor:
     """A state in fp32: what a kernel decodes, before it is rounded to the dtype that the state shows."""
-    return value.float().dequantize() if isinstance(value, QuantizedState) else value.detach().clone()
+    return value.float().dequantize() if isinstance(value, QuantizedState) else value.detach().float().clone()
 
 
 def run(case: Case) -> None:
@@ -254,6 +256,7 @@ FOUND = (  # what a long run has found, and was mended
         (("none", 0), ("no gradient", 0), ("none", 0)),
         0,
     ),
+    Case("Adam", {}, "8bit", 32, torch.bfloat16, ((0,), (193,)), ("plain",) * 2, (("none", 0),) * 2, 0),
     Case("Adagrad", {}, "8bit", 32, torch.float32, ((300,),), ("plain",), (("no gradient", 0), ("none", 0)), 0),
 )
 
