@@ -19,11 +19,11 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accuracy_runs import RECIPES, SIZES, Spec, train
 from grid import Run, finished, one_thread, run_missing
+from study_report import markdown
 
 from qcompile.bench_peers import find_peers
 
@@ -94,10 +94,6 @@ def gaps_of(runs: dict[Spec, Run], size: str) -> list[Gap]:
     return found
 
 
-def markdown(cells: list[Any]) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
 def table(runs: dict[Spec, Run], size: str) -> list[str]:
     """Markdown of one size."""
     dense = [r["validation"] for s, r in runs.items() if s.size == size and s.name == "dense" and r["validation"]]
@@ -117,9 +113,8 @@ def table(runs: dict[Spec, Run], size: str) -> list[str]:
         "",
         f"{trained}; dense validation loss {statistics.mean(dense):.4f} over {len(dense)} seeds.",
         "",
-        markdown(header),
-        "|" + "---|" * len(header),
     ]
+    rows = []
     for gap in gaps.values():
         ratio = f"{gap.mean / reference.mean:.2f}" if reference is not None and is_clear else "not told apart from 0"
         stored = "" if gap.bytes_per_parameter is None else f"{gap.bytes_per_parameter:.3f}"
@@ -134,8 +129,8 @@ def table(runs: dict[Spec, Run], size: str) -> list[str]:
             ratio,
             pairs or "",
         ]
-        lines.append(markdown(cells))
-    return [*lines, "", *claims(gaps), ""]
+        rows.append(cells)
+    return [*lines, *markdown(header, rows), *claims(gaps), ""]
 
 
 def claims(gaps: dict[str, Gap]) -> list[str]:

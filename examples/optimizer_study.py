@@ -71,7 +71,7 @@ class Spec:
 
 
 def optimizer_of(name: str, model: GPT, rate: float) -> torch.optim.Optimizer:
-    """Of pytorch-optimizer, but for AdamW. Muon and Scion are for matrices: beside them AdamW trains what is no hidden matrix."""
+    """Of pytorch-optimizer, but for AdamW. Muon is for hidden matrices: its own AdamW trains the rest."""
     if name == "AdamW":
         return torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
     import pytorch_optimizer

@@ -211,9 +211,8 @@ class _Build:
         ordered, kept = in_order(list(copies), moves_of(self.program))
         for i in kept:  # no clone, which Inductor takes for nothing
             copies[i] = [(old, torch.maximum(value, value)) for old, value in copies[i]]
-        for old, value in (
-            copy for i in ordered for copy in copies[i]
-        ):  # after all are computed: else C++ splits the loop
+        # After all are computed: else Inductor's C++ splits the loop.
+        for old, value in (copy for i in ordered for copy in copies[i]):
             old.copy_(value)
         if not self.scales_in_place:
             return [value for i in sorted(reduced) for value in reduced[i]]
