@@ -167,7 +167,7 @@ class _Build:
         first_row = next(left, None)
         dense = self._read(cells, first_row)
         results = [
-            fx.Interpreter(self.program.elements).run(*(values[k] for values in dense), *numbers)
+            _InFloat32(self.program.elements).run(*(values[k] for values in dense), *numbers)
             for k in range(self.parts)
         ]
         new = {i: [results[k][at] for k in range(self.parts)] for at, i in enumerate(self.written)}
@@ -183,12 +183,12 @@ class _Build:
     def _read(self, cells: list[_Cell], first_row: Tensor | None) -> list[Parts]:
         dense: dict[int, Parts] = {}
         for i in self.order:
-            cell, fmt, dtype = cells[i], self.storage[i], self.program.operands[i].dtype
+            cell, fmt = cells[i], self.storage[i]
             values = cell.blocks
             if isinstance(fmt, Format):
                 context = self._context(i, fmt, cell, dense, [], first_row, last=1)
                 values = dequantize(unpack(cell.blocks, fmt, self.parts), load_scales(cell.scales, fmt), fmt, context)
-            dense[i] = [part.to(dtype) for part in values]
+            dense[i] = [_wide(part) for part in values]
         return [dense[i] for i in range(len(cells))]
 
     def _store(
@@ -253,6 +253,20 @@ class _Build:
             return Context(denominator, None, draw)
         pair = next(pair for pair in self.pairs.values() if pair.second == i)
         return Context(denominator, lambda v: pair.preconditioner(v, *numbers), draw)
+
+
+class _InFloat32(fx.Interpreter):
+    """Runs an update on fp32 in place of 16-bit floats, so that decoded state is not rounded to the parameter's dtype.
+
+    Inductor computes in fp32 anyway; where the update itself converts to 16 bits, the value is rounded to them.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _wide(super().call_function(target, args, kwargs))
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.float32) if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def moves_of(program: UpdateProgram) -> dict[int, int]:

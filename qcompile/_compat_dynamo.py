@@ -7,9 +7,10 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
-from qcompile._compat import tracing_backend
+from qcompile._compat import tracing_backend, unwrap_backend
 
 _settings_lock = threading.Lock()
 _settings_held: dict[str, tuple[int, Any]] = {}  # by name: how many hold it, and what was set before
@@ -130,6 +131,34 @@ def keep_attributes(backend: Any) -> None:
 
     store_attr.for_backend = backend  # type: ignore[attr-defined]
     SideEffects.store_attr = store_attr  # type: ignore[method-assign]
+
+
+def trace_out(backend: Any) -> None:
+    """Let Dynamo trace `f(..., out=t)` where `t` is not contiguous, for `backend`, as `t.copy_(f(...))`.
+
+    It breaks the graph there (torch 2.13, 2.14): in Adamax and in Adam with `amsgrad`, for a parameter that is transposed or channels_last.
+    """
+    from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
+
+    call = TorchInGraphFunctionVariable.call_function
+    if hasattr(call, "for_backend"):
+        return
+
+    def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        out = kwargs.get("out")
+        if isinstance(out, TensorVariable) and unwrap_backend(tx.output.compiler_fn)[0] is backend:
+            target = out.as_proxy().node.meta["example_value"]
+            if not target.is_contiguous():
+                result = call(self, tx, args, {k: v for k, v in kwargs.items() if k != "out"})
+                # `out=` would give `t` another shape, or refuse a dtype that `copy_` converts.
+                value = result.as_proxy().node.meta["example_value"] if isinstance(result, TensorVariable) else None
+                if value is not None and value.shape == target.shape and torch.can_cast(value.dtype, target.dtype):
+                    out.call_method(tx, "copy_", [result], {})
+                    return out
+        return call(self, tx, args, kwargs)
+
+    call_function.for_backend = backend  # type: ignore[attr-defined]
+    TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign]
 
 
 def trace_next_time(function: Any) -> None:

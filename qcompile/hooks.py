@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from qcompile import _compat, monitoring
-from qcompile._compat_dynamo import break_behind, keep_attributes
+from qcompile._compat_dynamo import break_behind, keep_attributes, trace_out
 from qcompile.dense_step import activity, begin_step, breaks, end_step, note_eager_step
 from qcompile.exc import NotOneGraphError
 from qcompile.first_step import give_gradients_back, hide_gradients, run_apart, undecorated
@@ -118,6 +118,7 @@ def _trace_token() -> int:
         return -1
     _compat.trace_math_pow(backend)
     keep_attributes(backend)
+    trace_out(backend)
     options = Options.parse(keywords.get("options"))
     if options not in _tokens:
         _tokens.append(options)
