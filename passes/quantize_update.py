@@ -167,8 +167,7 @@ class _Build:
         first_row = next(left, None)
         dense = self._read(cells, first_row)
         results = [
-            _InFloat32(self.program.elements).run(*(values[k] for values in dense), *numbers)
-            for k in range(self.parts)
+            _InFloat32(self.program.elements).run(*(values[k] for values in dense), *numbers) for k in range(self.parts)
         ]
         new = {i: [results[k][at] for k in range(self.parts)] for at, i in enumerate(self.written)}
         return tuple(self._store(cells, new, numbers, first_row))

@@ -40,7 +40,10 @@ NEEDED = (
         "torch._dynamo.variables",
         "BuiltinVariable ConstDictVariable ListVariable OptimizerVariable SymNodeVariable TensorVariable",
     ),
-    ("torch._dynamo.variables", "TorchInGraphFunctionVariable._get_handlers TorchInGraphFunctionVariable.call_function constant"),
+    (
+        "torch._dynamo.variables",
+        "TorchInGraphFunctionVariable._get_handlers TorchInGraphFunctionVariable.call_function constant",
+    ),
     ("torch._dynamo.utils", "compilation_time_metrics dynamo_timed"),
     ("torch._dynamo.side_effects", "SideEffects.is_modified SideEffects.store_attr"),
     ("torch._inductor", "list_mode_options"),

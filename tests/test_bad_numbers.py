@@ -133,3 +133,17 @@ def test_the_ends_of_the_range_stay_in_their_block(size: float) -> None:
     assert (extreme - 1).abs().max() <= 4 * 3e-3, "no element moves by more than 3 lr in a step"
     if size == 0.0:
         assert torch.equal(extreme[:64], torch.ones(64))
+
+
+def test_squares_that_fp16_does_not_hold() -> None:
+    """1e-8 is below the least number above zero of fp16: eager torch keeps a second moment of 0, and takes steps of 1 / eps."""
+    p = nn.Parameter(torch.ones(4, 64, dtype=torch.float16))
+    optimizer = torch.optim.AdamW([p], lr=1e-3, weight_decay=0.0)
+    step = torch.compile(optimizer.step, backend="qstate", options={"min_numel": 0})
+    before = p.detach().float()
+    for _ in range(3):
+        p.grad = torch.full_like(p, 1e-4)
+        step()
+    found = optimizer.state[p]["exp_avg_sq"].float().dequantize()
+    assert (found / (1e-8 * (1 - 0.999**3)) - 1).abs().max() < 0.05
+    assert (before - p.float()).abs().max() < 4e-3

@@ -155,7 +155,7 @@ class Fuzzed:
         params = [nn.Parameter(p.detach().float().clone()) for p in self.params]
         other = type(self.optimizer)(params, lr=1e-2, **self.case.options, foreach=False)
         other.param_groups[0]["lr"] = self.optimizer.param_groups[0]["lr"]
-        if self.case.kind == "Adamax":  # it adds eps to the size of the gradient, in the gradient's dtype, before state comes in
+        if self.case.kind == "Adamax":  # it adds eps to the size of the gradient in the gradient's dtype
             other.param_groups[0]["eps"] = torch.tensor(other.param_groups[0]["eps"], dtype=self.case.dtype).item()
         for mine, p in zip(self.params, params, strict=True):
             p.grad = None if mine.grad is None else mine.grad.float()
@@ -272,7 +272,9 @@ FOUND = (  # what a long run has found, and was mended
 )
 
 
-@pytest.mark.parametrize("case", FOUND, ids=lambda case: f"{case.kind}, {case.recipe}, {case.layouts[0]}, {case.events[0][0]}")
+@pytest.mark.parametrize(
+    "case", FOUND, ids=lambda case: f"{case.kind}, {case.recipe}, {case.layouts[0]}, {case.events[0][0]}"
+)
 def test_found(case: Case) -> None:
     run(case)
 
