@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from qcompile.analysis import error_parts, gain_parts, kurtosis, max_to_median, update_error
+from qcompile.analysis import error_parts, gain_parts, kurtosis, max_to_median, shadow, update_error
+from qcompile.recipes import RECIPES
 
 
 def test_update_error_is_relative_to_the_exact_update() -> None:
@@ -97,3 +100,23 @@ def test_the_gain_of_a_linear_layer_is_a_product() -> None:
     _, aligned = gain_parts(weight, torch.zeros_like(weight), h, h + 0.1 * strongest)
     psi = linear(h, weight).norm() / (torch.linalg.matrix_norm(weight, 2) * h.norm())
     assert aligned == pytest.approx(1 / float(psi) ** 2, rel=1e-4)
+
+
+def test_the_format_search_changes_one_choice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "examples"))
+    search = importlib.import_module("format_search")
+    torch.manual_seed(0)
+    model = nn.Linear(64, 128, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for name, variants in search.VARIANTS.items():
+        base, recipes = RECIPES[name], [search.variant(name, *v) for v in variants]
+        for (what, which, _), found in zip(variants, recipes, strict=True):
+            assert (found.first != base.first) == (which in ("first", "rows")) or found.rows != base.rows, what
+            assert (found.second != base.second) == (which in ("second", "rows")) or found.rows != base.rows, what
+            assert found.rows == (which != "rows")
+        copies = shadow(model, optimizer, recipes)
+        for _ in range(2):
+            model.weight.grad = torch.randn(128, 64)
+            copies.observe()
+        errors = [parts["all"] for parts in copies.errors(lambda _: "all").values()]
+        assert all(0 < error < 1 for error in errors)
