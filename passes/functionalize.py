@@ -261,6 +261,7 @@ def _split(gm: fx.GraphModule, region: Region, inputs: Inputs) -> UpdateProgram:
     scalars, env = _subgraph([], (), numbers, [n for n in computed if is_number[n]])
     dtypes = [element_dtype if n.meta["val"].is_floating_point() else n.meta["val"].dtype for n in wanted]
     casts = zip(wanted, dtypes, strict=True)
+    _compute_in_float32(scalars, env)
     ready = [scalars.call_function(aten._to_copy.default, (env[n],), {"dtype": dtype}) for n, dtype in casts]
     scalars.output([*ready, *(env[written[n]] for n in written_numbers)])
 
@@ -280,6 +281,20 @@ def _split(gm: fx.GraphModule, region: Region, inputs: Inputs) -> UpdateProgram:
         written_numbers=tuple(numbers.index(n) for n in written_numbers),
         scalar_dtypes=tuple(dtypes),
     )
+
+
+def _compute_in_float32(graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
+    """Let a number in 16 bits (NAdam's `mu_product`, which torch casts when it loads a checkpoint) be read in 32.
+
+    Eager torch computes with it as a Python float; 1 - x would have three digits.
+    """
+    for source, node in env.items():
+        if source.meta["val"].dtype in (torch.bfloat16, torch.float16):
+            with graph.inserting_after(node):
+                wide = graph.call_function(aten._to_copy.default, (node,), {"dtype": torch.float32})
+            wide.meta = {"val": source.meta["val"].to(torch.float32)}
+            node.replace_all_uses_with(wide, lambda user, wide=wide: user is not wide)  # type: ignore[misc]
+            env[source] = wide
 
 
 def _role(node: fx.Node, inputs: Inputs) -> str:

@@ -42,6 +42,7 @@ ALL: dict[str, list[Options]] = {
     "SGD": [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}],
 }
 FEW: dict[str, list[Options]] = {"AdamW": [{}], "SGD": [{"momentum": 0.9}]}
+NUMBERS = ("step", "mu_product")
 EVENTS = (
     "none",
     "zero gradient",
@@ -160,7 +161,9 @@ class Fuzzed:
         for mine, p in zip(self.params, params, strict=True):
             p.grad = None if mine.grad is None else mine.grad.float()
             for key, value in self.optimizer.state.get(mine, {}).items():
-                other.state[p][key] = dense(value) if isinstance(value, Tensor) else value
+                # torch casts a number too (NAdam's mu_product) to the parameter's dtype when it loads a checkpoint
+                is_buffer = isinstance(value, Tensor) and key not in NUMBERS
+                other.state[p][key] = dense(value) if is_buffer else copy.deepcopy(value)
         return params, other
 
     def check_step(self, event: str, number: int) -> None:
