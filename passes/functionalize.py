@@ -13,6 +13,7 @@ Not every update is elementwise. One that is not raises `NotElementwise` with th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -171,13 +172,29 @@ def _runner(graph: fx.Graph) -> Callable[..., list[Tensor]]:
             if node.op == "placeholder":
                 values[node] = next(left)
             else:
-                node_args, node_kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+                dtype = _number_dtype(node)
+                value_of = lambda n, dtype=dtype: _as_number(n, values[n], dtype)  # noqa: E731
+                node_args, node_kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
                 values[node] = _call(node, node_args, node_kwargs)
         raise AssertionError("a graph has an output")
 
     return run
 
 
+def _number_dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype of a 0-d tensor that is computed here, which the Python numbers in it do not change."""
+    example = example_of(node)
+    is_tensor = isinstance(example, Tensor) and example.dim() == 0 and example.is_floating_point()
+    return example.dtype if is_tensor else None
+
+
+def _as_number(node: fx.Node, value: Any, dtype: torch.dtype | None) -> Any:
+    """A Python number in the place of which stands a 0-d fp64 tensor, which would make another 0-d tensor fp64."""
+    is_number = dtype is not None and isinstance(value, Tensor) and isinstance(example_of(node), NUMBERS)
+    return value.to(dtype) if is_number and value.dtype == torch.float64 else value
+
+
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 # What Python numbers go through, for 0-d tensors in their place.
 OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "item": lambda x: x if x.dim() == 0 else x.sum(),
@@ -194,8 +211,18 @@ def _as_tensors(*values: Any) -> list[Tensor]:
     return [torch.as_tensor(v, dtype=torch.float64) for v in values]
 
 
+def _is_number_over_tensor(node: fx.Node) -> bool:
+    """Whether a Python number is divided by a tensor, which torch computes as a product with the reciprocal."""
+    if node.target is not operator.truediv:
+        return False
+    above, below = (example_of(a) if isinstance(a, fx.Node) else a for a in node.args)
+    return isinstance(below, Tensor) and isinstance(above, NUMBERS)
+
+
 def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call what the node calls; a number that is an input arrives as a 0-d tensor where torch may want a Python number."""
+    if _is_number_over_tensor(node):
+        return args[1].reciprocal() * args[0]
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name in OF_NUMBERS and isinstance(args[0], (Tensor, int, float)):
         return OF_NUMBERS[name](*args)

@@ -35,7 +35,7 @@ NEEDED = (
     ("torch._dynamo.guards", "DeletedGuardManagerWrapper GuardBuilder.EQUALS_MATCH GuardBuilder.TENSOR_MATCH"),
     ("torch._C._dynamo.eval_frame", "_FrameAction _FrameExecStrategy set_code_exec_strategy"),
     ("torch._dynamo.exc", "TensorifyScalarRestartAnalysis TorchDynamoException FailOnRecompileLimitHit"),
-    ("torch._dynamo.source", "AttrSource DictGetItemSource GetItemSource GradSource"),
+    ("torch._dynamo.source", "AttrSource CallFunctionNoArgsSource DictGetItemSource GetItemSource GradSource"),
     (
         "torch._dynamo.variables",
         "BuiltinVariable ConstDictVariable ListVariable OptimizerVariable SymNodeVariable TensorVariable",

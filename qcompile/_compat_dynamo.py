@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,25 @@ def guard_kinds(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             guards.add(source.make_guard(GuardBuilder.TENSOR_MATCH))
         elif isinstance(source, GradSource):
             guards.add(AttrSource(source, "dtype").make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+def guard_strides(gm: fx.GraphModule, read: Iterable[int]) -> None:
+    """Let Dynamo guard the strides of the gradients among the placeholders at these places, which code of Inductor reads.
+
+    It does not (torch 2.13, 2.14), and the code ends with an AssertionError where a gradient has other ones: Adamax takes its size.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource, GradSource
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is None:  # not called by Dynamo
+        return
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for source in (getattr(placeholders[i].meta.get("grapharg"), "source", None) for i in read):
+        if isinstance(source, GradSource):
+            stride = CallFunctionNoArgsSource(AttrSource(source, "stride"))
+            context.guards_context.dynamo_guards.add(stride.make_guard(GuardBuilder.EQUALS_MATCH))
 
 
 def dead_entries(function: Any) -> int:

@@ -26,7 +26,7 @@ from qcompile._compat import (
     without_unused_attributes,
 )
 from qcompile._compat_distributed import local_of, with_local
-from qcompile._compat_dynamo import guard_kinds
+from qcompile._compat_dynamo import guard_kinds, guard_strides
 from qcompile._compat_inductor import mode_options
 from qcompile._compat_stock import inductor_apart, stock_inductor
 from qcompile.dense_step import activity
@@ -96,9 +96,11 @@ def qstate(
     pending = [(p.slot, p.if_positive) for p in plans if p.if_positive is not None and p.slot.marked is None]
     if compiled.in_place:
         run = _one_program(compiled, example_inputs, settings)
+        guard_strides(gm, range(len(example_inputs)))
     else:
         rest = _Rest(compiled)
         run = _executable(compiled, rest, rest.compile(example_inputs, settings))
+        guard_strides(gm, rest.read)
     return _with_state(run, returned, later, pending, chosen.seed)
 
 

@@ -115,3 +115,35 @@ def test_complex_is_refused(capture, analyse) -> None:
     assert not compiled.classes
     assert len(compiled.refused) == 2
     assert all(plan.format is None for plan in compiled.refused.values())
+
+
+def test_a_number_leaves_a_0d_tensor_its_dtype(analyse, params) -> None:
+    """A Python float that changes is a 0-d fp64 tensor in the program; with a 0-d fp32 tensor it must give what the float gives."""
+    graphs: list[tuple[fx.GraphModule, list[object]]] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[object]) -> object:
+        graphs.append((gm, list(example_inputs)))
+        return gm.forward
+
+    def update(p, g, m, step):
+        m.lerp_(g, 0.1)
+        p.sub_(m * ((1 / optimizer.param_groups[0]["lr"]) / step.add_(1)))
+
+    optimizer = Handmade(params((8, 8)), update, "m", "step")
+    optimizer.param_groups[0]["params"][0].grad = torch.randn(8, 8)
+    compiled = torch.compile(optimizer.step, backend=backend)
+    for rate in (0.1, 0.2, 0.3):
+        optimizer.param_groups[0]["lr"] = rate
+        compiled()
+    ((item,),) = (group.regions for group in analyse(*graphs[-1], min_numel=0, block_size=32).classes)
+    counts = torch.arange(2.0, 102.0)
+    rates = torch.linspace(0.01, 1, 100, dtype=torch.float64)
+    is_rate = [item.region.inputs[i] not in item.inputs.numbers for i in item.program.numbers]
+    assert sorted(is_rate) == [False, True], item.program.numbers
+    found = [
+        item.program.scalars(*(rate if own else count for own in is_rate))[0]
+        for rate, count in zip(rates, counts, strict=True)
+    ]
+    expected = [(1 / rate.item()) / (count + 1) for rate, count in zip(rates, counts, strict=True)]
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert not torch.equal((1 / rates / (counts + 1)).float(), torch.stack(expected))
