@@ -33,6 +33,8 @@ ROWS = re.compile(
 LOCAL = re.compile(
     r"^\s*(?:std::unique_ptr<([\w:]+) \[\]> buf_(\w+) = std::make_unique<[\w:]+ \[\]>\((\w+)\);|[\w:]+\* (\w+) = buf_\w+\.get\(\);)$"
 )
+# Of the Python around the kernel: what the caller has checked already.
+CHECKS = re.compile(r"\s+(\w+ = \w+\.size\(\)(\[0\])?|\w+ = \w+\[0\]|assert_size_stride(_grouped)?\(.*\)|del \w+|#.*|)")
 IGNORED = re.compile(
     r"^\s*(?:[{}]|#pragma (?:omp|GCC) .*|int tid = omp_get_thread_num\(\);|std::atomic<int> inductor_cpu_integer_div_error\{0\};"
     r"|inductor_cpu_integer_div_error_flag = .*;|inductor_cpu_throw_if_integer_div_error\(.*\);)?$"
@@ -114,7 +116,7 @@ def _read(source: str) -> _Module:
         elif match := re.fullmatch(r"\s+return \((.*)\)", line):
             returned = tuple(filter(None, match[1].split(", ")))
             break
-        elif not re.fullmatch(r"\s+(\w+ = \w+\.size\(\)|\w+ = \w+\[0\]|assert_size_stride\(.*\)|del \w+|#.*|)", line):
+        elif not CHECKS.fullmatch(line):
             raise NotKnownError
     signature = SIGNATURE.search(text)
     if order is None or returned is None or signature is None:

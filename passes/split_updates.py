@@ -206,11 +206,18 @@ class _Cut:
             for node in self._order():
                 env[node] = self._copied(gm.graph, node, env)
         results = next(n for n in self.graph.nodes if n.op == "output").args[0]
+        own, late = set(self.region.nodes), {env[new] for new in results}
         for old, new in zip(self.region.outputs, results, strict=True):
-            for user in [u for u in old.users if u not in self.region.nodes]:
+            for user in [u for u in old.users if u not in own]:
                 user.replace_input_with(old, env[new])
+        for node in order:  # what reads a result between the region's nodes: a number (DAdaptSGD's estimate)
+            if node is anchor:
+                break
+            if node not in own and not late.isdisjoint(node.all_input_nodes):
+                anchor.prepend(node)
+                late.add(node)
         regions = tuple(self._region(part, env) for part in dict.fromkeys(self.part_of.values()))
-        erase_regions(gm.graph, set(self.region.nodes))
+        erase_regions(gm.graph, own)
         gm.graph.lint()
         return Split(regions, self.dense)
 

@@ -16,6 +16,7 @@ from qcompile.runtime.launch import Kernel
 KERNEL = re.compile(r"^(\w+) = async_compile\.(triton|cpp_pybinding)\((.*?)r?'''\n(.*?)'''", re.MULTILINE | re.DOTALL)
 INPUTS = re.compile(r"^ +((?:\w+, )*\w+,?) = args$", re.MULTILINE)
 SHAPE = re.compile(r"assert_size_stride\((\w+), \(([^)]*)\)|^ +(\w+) = empty_strided_\w+\(\(([^)]*)\)", re.MULTILINE)
+GROUPED = re.compile(r"assert_size_stride_grouped\((.*)\)$", re.MULTILINE)  # torch 2.14: names, sizes, strides
 REUSE = re.compile(r"^ +(\w+) = (?:reinterpret_tensor\()?(\w+)(?:, .*\))?; *del \2", re.MULTILINE)
 # A pointer of a function for a class: its name and the column of the table.
 BOUND = re.compile(
@@ -172,15 +173,24 @@ def read_module(source: str) -> GeneratedModule:
         raise ValueError("the generated module has no line `... = args`")
     names = tuple(name for name in inputs[1].replace(",", " ").split())
     columns = dict.fromkeys(names, 0)
-    for match in SHAPE.finditer(source):
-        sizes = [size.strip() for size in (match[2] or match[4] or "").split(",") if size.strip()]
-        columns[match[1] or match[3]] = math.prod(map(int, sizes[1:])) if sizes else 0
+    for tensor, shape in _shapes(source):
+        sizes = [size.strip() for size in shape.split(",") if size.strip()]
+        columns[tensor] = math.prod(map(int, sizes[1:])) if sizes else 0
     same: dict[str, str] = {}
     for match in REUSE.finditer(source):
         same[match[1]] = match[2]
         columns.setdefault(match[1], columns.get(match[2], 0))
     kernels = tuple(_kernels(source, columns))
     return GeneratedModule(names, columns, kernels)
+
+
+def _shapes(source: str) -> Iterator[tuple[str, str]]:
+    """Names of tensors, and their sizes between commas."""
+    for match in SHAPE.finditer(source):
+        yield match[1] or match[3], match[2] or match[4] or ""
+    for call in GROUPED.findall(source):
+        names, sizes = ([a for a in _arguments(group[1:-1]) if a] for group in [*_arguments(call)][:2])
+        yield from zip(names, (size[1:-1] for size in sizes), strict=True)
 
 
 def _kernels(source: str, columns: dict[str, int]) -> Iterator[GeneratedKernel]:

@@ -340,3 +340,30 @@ def test_a_square_product_that_is_not_collected_is_quantized(cut) -> None:
 
     plan = plans_of(cut(Case(update, (("low", (64, 64)),))))["low"]
     assert plan.format is not None, plan.reason
+
+
+class Estimating(Optimizer):
+    """Makes a Python number of the state before the parameters move, as D-Adaptation does."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        super().__init__(params, {"d": 1.0})
+        for p in params:
+            self.state[p] = {"s": torch.zeros_like(p)}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        group, size = self.param_groups[0], torch.zeros(())
+        for p in group["params"]:
+            s = self.state[p]["s"].add_(p.grad, alpha=0.1)
+            size = size + torch.dot(s.flatten(), p.grad.flatten())
+        group["d"] = max(group["d"], size.item())
+        for p in group["params"]:
+            p.lerp_(p - self.state[p]["s"], 0.1)
+
+
+def test_a_number_that_is_made_of_state_comes_behind_it(cut, params, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)  # as it is while a step of ours is traced
+    compiled = cut(Estimating(params(SHAPE)))
+    assert set(plans_of(compiled)) == {"s"}
+    nodes = [n.name for n in compiled.gm.graph.nodes]
+    assert nodes.index("item") > max(i for i, name in enumerate(nodes) if name.startswith("dot"))
