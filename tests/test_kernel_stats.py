@@ -66,8 +66,8 @@ def test_one_kernel_that_touches_everything_once(compiled: dict[str, dict[str, A
     kernel = compiled[recipe]
     check_one_pass(kernel)
     if recipe in REGISTERS:
-        # another ptxas may allocate a few more or fewer
-        assert kernel["registers"] == pytest.approx(REGISTERS[recipe], abs=8)
+        # another ptxas may allocate a few more; that of triton 3.8 needs 58 for zip-sr
+        assert kernel["registers"] <= REGISTERS[recipe] + 8
     else:
         assert kernel["registers"] <= 64
     dense = [t for t in kernel["tensors"] if t["name"].split("[")[0] in ("param", "grad")]
