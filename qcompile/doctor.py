@@ -113,6 +113,8 @@ def _cache() -> Finding:
 def _step() -> Finding:
     """Steps of AdamW, compiled with 8 bits, against the same eagerly in fp32."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if _compiler().state == "fault":
+        return Finding("fault", "step", "not tried, because it needs a C++ compiler")
     torch.manual_seed(0)
     weights = torch.randn(64, 128, device=device)
     gradients = [torch.randn(64, 128, device=device) for _ in range(3)]

@@ -192,8 +192,10 @@ class Fuzzed:
         good = expected.isfinite()
         assert torch.equal(found.isfinite(), good)
         # fp32: a few roundings, in another order, of the parameter and of the update; then one of the parameter's own dtype.
-        unit = 0 if mine.dtype == torch.float32 else torch.finfo(mine.dtype).eps
-        allowed = (2e-6 + unit) * expected.abs() + 2e-5 * (expected - old).abs() + 1e-30
+        info = torch.finfo(mine.dtype)
+        unit = 0 if mine.dtype == torch.float32 else info.eps  # of 16 bits, also below its normal numbers
+        least = unit * info.smallest_normal + 1e-30
+        allowed = (2e-6 + unit) * expected.abs() + 2e-5 * (expected - old).abs() + least
         assert ((found - expected).abs() <= allowed)[good].all()
 
     def _check_state(self, ours: dict[str, Any], theirs: dict[str, Any], old: dict[str, Any], is_planned: bool) -> None:
