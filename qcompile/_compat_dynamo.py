@@ -163,7 +163,7 @@ def trace_out(backend: Any) -> None:
     if hasattr(call, "for_backend"):
         return
 
-    def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call_function(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out = kwargs.get("out")
         if isinstance(out, TensorVariable) and unwrap_backend(tx.output.compiler_fn)[0] is backend:
             target = out.as_proxy().node.meta["example_value"]
