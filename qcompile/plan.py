@@ -92,7 +92,10 @@ def apply_plans(compiled: CompiledGraph, options: Options) -> bool:
     arguments = [n for n in compiled.inputs.state if n.op == "placeholder"]
     before = [_traced(compiled.inputs.state[n]) for n in arguments]
     held = [slot for n, slot in compiled.inputs.state.items() if n.op != "placeholder"]
-    quantized = [(slot, _traced(slot)) for slot in held if isinstance(slot.get(), QuantizedState)]
+    # A fresh state is as it was made for a first step, and no Dynamo guard depends on its shapes yet.
+    quantized = [
+        (slot, _traced(slot)) for slot in held if isinstance(v := slot.get(), QuantizedState) and not v.is_fresh
+    ]
     for group in compiled.classes:
         summary = ClassSummary(len(group.regions), group.quantized, group.dense, group.regions[0].show())
         for item in group.regions:
@@ -102,7 +105,7 @@ def apply_plans(compiled: CompiledGraph, options: Options) -> bool:
         _apply(plan, None, seen, options.seed)
     plans = [plan for group in compiled.classes for item in group.regions for plan in item.plans.values()]
     set_apart = _set_apart([plan for plan in plans if plan.written], options)
-    had_values = any(traced != _traced(slot) and not _is_fresh(slot.get()) for slot, traced in quantized)
+    had_values = any(traced != _traced(slot) for slot, traced in quantized)
     return set_apart or had_values or before != [_traced(compiled.inputs.state[n]) for n in arguments]
 
 
@@ -168,11 +171,6 @@ def _traced(slot: Slot) -> object:
     if not isinstance(value, QuantizedState):
         return type(value)
     return [(t.shape, t.stride(), t.dtype) for t in value.stored]
-
-
-def _is_fresh(value: Tensor) -> bool:
-    """Whether it is as it was made, for a first step, and no Dynamo guard depends on its shapes yet."""
-    return isinstance(value, QuantizedState) and value.is_fresh
 
 
 def _is_relative(plan: StatePlan) -> bool:

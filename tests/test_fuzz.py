@@ -125,7 +125,12 @@ class Fuzzed:
         generator = torch.Generator().manual_seed(case.start)
         values = [torch.randn(shape, generator=generator).to(case.dtype) for shape in case.shapes]
         self.params = [nn.Parameter(laid_out(v, how)) for v, how in zip(values, case.layouts, strict=True)]
-        self.optimizer = getattr(torch.optim, case.kind)(self.params, lr=1e-2, **case.options)
+        self.settings = {"lr": 1e-2, **case.options}
+        if case.kind == "Adamax" and case.dtype != torch.float32:
+            self.settings["eps"] = (
+                0.0  # it is added to the gradient's size in its dtype, or, fused with what follows, in fp32
+            )
+        self.optimizer = getattr(torch.optim, case.kind)(self.params, **self.settings)
         options = {"recipe": case.recipe, "block_size": case.block_size, "min_numel": 0}
         self.step = torch.compile(self.optimizer.step, backend="qstate", options=options)
         self.updated: set[Tensor] = set()
@@ -154,10 +159,8 @@ class Fuzzed:
     def twin(self) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
         """Dense and in fp32, where ours is now."""
         params = [nn.Parameter(p.detach().float().clone()) for p in self.params]
-        other = type(self.optimizer)(params, lr=1e-2, **self.case.options, foreach=False)
+        other = type(self.optimizer)(params, **self.settings, foreach=False)
         other.param_groups[0]["lr"] = self.optimizer.param_groups[0]["lr"]
-        if self.case.kind == "Adamax":  # it adds eps to the size of the gradient in the gradient's dtype
-            other.param_groups[0]["eps"] = torch.tensor(other.param_groups[0]["eps"], dtype=self.case.dtype).item()
         for mine, p in zip(self.params, params, strict=True):
             p.grad = None if mine.grad is None else mine.grad.float()
             for key, value in self.optimizer.state.get(mine, {}).items():
@@ -264,6 +267,7 @@ FOUND = (  # what a long run has found, and was mended
     Case("Adam", {}, "8bit", 32, torch.bfloat16, ((0,), (193,)), ("plain",) * 2, (("none", 0),) * 2, 0),
     Case("Adagrad", {}, "8bit", 32, torch.float32, ((300,),), ("plain",), (("no gradient", 0), ("none", 0)), 0),
     Case("Adamax", {}, "8bit", 32, torch.bfloat16, ((2, 4, 3, 4),), ("plain",), (("strided", 0), ("none", 0)), 0),
+    Case("Adamax", {}, "8bit", 32, torch.float16, ((61,),), ("plain",), (("huge", 0), ("none", 0)), 0),
     Case("Adamax", {}, "5bit", 32, torch.float32, ((2, 31),), ("transposed",), (("none", 1), ("none", 0)), 0),
     Case(
         "Adam",
