@@ -361,9 +361,9 @@ class Estimating(Optimizer):
             p.lerp_(p - self.state[p]["s"], 0.1)
 
 
-def test_a_number_that_is_made_of_state_comes_behind_it(cut, params, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)  # as it is while a step of ours is traced
-    compiled = cut(Estimating(params(SHAPE)))
+def test_a_number_that_is_made_of_state_comes_behind_it(cut, params) -> None:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):  # as it is while a step of ours is traced
+        compiled = cut(Estimating(params(SHAPE)))
     assert set(plans_of(compiled)) == {"s"}
     nodes = [n.name for n in compiled.gm.graph.nodes]
     assert nodes.index("item") > max(i for i, name in enumerate(nodes) if name.startswith("dot"))
