@@ -268,6 +268,17 @@ FOUND = (  # what a long run has found, and was mended
     Case("Adagrad", {}, "8bit", 32, torch.float32, ((300,),), ("plain",), (("no gradient", 0), ("none", 0)), 0),
     Case("Adamax", {}, "8bit", 32, torch.bfloat16, ((2, 4, 3, 4),), ("plain",), (("strided", 0), ("none", 0)), 0),
     Case("Adamax", {}, "8bit", 32, torch.float16, ((61,),), ("plain",), (("huge", 0), ("none", 0)), 0),
+    Case(
+        "NAdam",
+        {},
+        "8bit",
+        32,
+        torch.bfloat16,
+        ((216,),),
+        ("plain",),
+        (("none", 136), ("tiny", 41), ("reload", 2197)),
+        41,
+    ),
     Case("Adamax", {}, "5bit", 32, torch.float32, ((2, 31),), ("transposed",), (("none", 1), ("none", 0)), 0),
     Case(
         "Adam",
