@@ -8,7 +8,7 @@
 All runs of a seed begin with the same weights and see the same batches, so the gap of one run is its validation loss minus
 that of the dense run of its seed. AdamW as in arXiv 2610.12444, section 5: beta 0.9 and 0.95, weight decay 0.1, clipping at
 1.0, warmup of 10 %, flat for 80 %, cooldown of 10 % by 1 - sqrt(u). Text is the source of Python's standard library, a batch
-is 32 x 128 bytes. Each finished run is a line of `--out`. Names with a space are other packages' own optimizers.
+is 16 x 128 bytes. Each finished run is a line of `--out`. Names with a space are other packages' own optimizers.
 """
 
 from __future__ import annotations

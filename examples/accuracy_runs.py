@@ -19,7 +19,7 @@ from train_gpt import GPT, batch_of, loss_of, standard_library
 import qcompile
 from qcompile.bench_peers import find_peers
 
-BATCH, CONTEXT, LR = 32, 128, 3e-3
+BATCH, CONTEXT, LR = 16, 128, 3e-3
 CURVE = 20  # points of the training loss that are kept
 RECIPES = [name for name, recipe in qcompile.RECIPES.items() if recipe.quantized]
 CHOSEN = ["8bit", "4bit", "zip-sr", "ze-eden", "torchao-4bit"]
@@ -52,10 +52,10 @@ class Size:
 SIZES = {
     size.name: size
     for size in (
-        Size("tiny", 1, 64, 1.5, 2, ("dense", "8bit", "4bit"), validation_batches=8),
-        Size("small", 2, 64, 20, 8, ("dense", *RECIPES)),
-        Size("medium", 3, 96, 10, 3, ("dense", *RECIPES)),
-        Size("large", 6, 128, 4, 3, ("dense", *CHOSEN)),
+        Size("tiny", 1, 64, 0.75, 2, ("dense", "8bit", "4bit"), validation_batches=8),
+        Size("small", 2, 64, 10, 8, ("dense", *RECIPES)),
+        Size("medium", 3, 96, 5, 3, ("dense", *RECIPES)),
+        Size("large", 6, 128, 2, 3, ("dense", *CHOSEN)),
     )
 }
 

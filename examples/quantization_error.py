@@ -3,7 +3,6 @@
     python examples/quantization_error.py                 # everything, about 8 minutes on two cores
     python examples/quantization_error.py codebooks loop  # some sections: ratios codebooks loop danger shadow
     python examples/quantization_error.py shadow --steps 600 --plot error.png
-    python examples/quantization_error.py sizes           # ours against the others at three sizes, an hour
     python examples/quantization_error.py --fit           # the constant of codebook "fitted", on real gradients
 
 Nothing is trained with quantized state here: `ratios` and `codebooks` quantize random numbers, `loop` and `danger` run
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -246,6 +244,7 @@ def follow(
     seed: int = 0,
     size: tuple[int, int] = SIZES["0.39 M"],
     tied: bool = False,
+    quiet: bool = False,
 ) -> Shadow:
     """Train a GPT exactly, with quantized copies beside it; measure over the last 60 steps."""
     torch.manual_seed(seed)
@@ -258,7 +257,7 @@ def follow(
     )
     copies = shadow(model, optimizer, recipes)
     generator = torch.Generator().manual_seed(seed)
-    for t in tqdm(range(steps), desc=f"shadow, β2 {beta2}", leave=False):
+    for t in tqdm(range(steps), desc=f"shadow, β2 {beta2}", leave=False, disable=quiet):
         loss_of(model, *batch_of(text, generator, 32, 128)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         copies.observe(measure=t >= steps - 60)
@@ -280,37 +279,6 @@ def shadow_table(recipes: list[str | Recipe], steps: int) -> dict[float, dict[st
         header = ["recipe", "B/param here", "body", "head", "embeddings"]
         table(f"Shadow of a real run, {steps} steps, β2 {beta2}: relative error of the update", header, rows)
     return found
-
-
-# What the errors of a recipe are held against, and how far below they should be.
-RIVALS = {"8bit": (("torchao-8bit",), 0.6), "4bit": (("zip-sr", "ze-eden", "torchao-4bit"), 0.85)}
-
-
-def sizes(steps: int) -> None:
-    """The shadow run at three sizes, with the head apart and tied to the embeddings: ours over the best of the others.
-
-    bitsandbytes has the formats of `torchao-8bit` since its blocks are of 256.
-    """
-    recipes: list[str | Recipe] = [name for ours, (others, _) in RIVALS.items() for name in (ours, *others)]
-    parts = ("body", "head", "embeddings")
-    errors_of: dict[tuple[str, str], list[list[str]]] = {}
-    for (name, size), tied, beta2 in itertools.product(SIZES.items(), (False, True), (0.95, 0.999)):
-        errors = follow(recipes, beta2, steps, size=size, tied=tied).errors(part_of)
-        for ours, (others, most) in RIVALS.items():
-            best = {p: min(errors[o][p] for o in others) for p in parts if p in errors[ours]}
-            ratios = {p: errors[ours][p] / best[p] for p in best}
-            cells = [f"{errors[ours][p]:.4f}, {ratios[p]:.2f}" if p in best else "tied" for p in parts]
-            row = [
-                name,
-                "tied" if tied else "apart",
-                str(beta2),
-                *cells,
-                "yes" if max(ratios.values()) <= most else "no",
-            ]
-            errors_of.setdefault((ours, ", ".join(others)), []).append(row)
-    for (ours, others), rows in errors_of.items():
-        header = ["parameters", "head", "β2", *parts, f"all at most {RIVALS[ours][1]}"]
-        table(f"Error of the update with `{ours}`, and that over the least of {others}; {steps} steps", header, rows)
 
 
 def fit(steps: int) -> None:
@@ -350,14 +318,11 @@ def plot(path: str, found: dict[float, dict[str, dict[str, float]]]) -> None:
 
 
 SECTIONS = ("ratios", "codebooks", "loop", "danger", "shadow")
-LONG_SECTIONS = ("sizes",)  # not run unless they are named
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "sections", nargs="*", choices=[*SECTIONS, *LONG_SECTIONS, []], help="which tables; by default all but sizes"
-    )
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="which tables; by default all")
     parser.add_argument("--steps", type=int, default=250, help="of the shadow run")
     parser.add_argument("--size", type=int, default=1 << 16, help="elements of the closed loop")
     parser.add_argument("--fit", action="store_true", help="try constants of codebook 'fitted' instead")
@@ -374,8 +339,6 @@ def main() -> None:
         loop(args.size)
     if "danger" in sections:
         danger()
-    if "sizes" in sections:
-        sizes(args.steps)
     if "shadow" in sections:
         plain = [
             dataclasses.replace(RECIPES[name], name=f"{name}, rows ignored", rows=False)
