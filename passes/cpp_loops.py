@@ -140,7 +140,7 @@ class _Numbering:
         self.locals, self.aliases = locals_, aliases
         self.numbers: dict[tuple[object, ...], int] = {}
         self.stored: dict[str, _Value] = {}  # per array of one block, what it holds
-        self.written: dict[int, int] = {}  # per input of the kernel, how often loops have stored to it
+        self.written: dict[int | str, int] = {}  # per input of the kernel, and array: how often loops have stored to it
 
     def loop(self, statements: Sequence[str]) -> dict[str, _Value]:
         values: dict[str, _Value] = {}
@@ -152,10 +152,10 @@ class _Numbering:
                 name = match[2]
                 if name in self.locals:
                     self.stored[name] = values[match[1]]
-                elif name in self.aliases:
-                    self.written[self.aliases[name]] = self.written.get(self.aliases[name], 0) + 1
-                else:
+                elif name not in self.aliases:
                     raise NotKnownError
+                at = self.aliases.get(name, name)
+                self.written[at] = self.written.get(at, 0) + 1
         return values
 
     def _value(self, text: str, values: dict[str, _Value]) -> _Value:
@@ -165,7 +165,7 @@ class _Numbering:
             return values[match[1]]
         used = [values[name] for name in dict.fromkeys(NAME.findall(text)) if name in values]
         key = " ".join(NAME.sub(lambda m: f"#{values[m[0]].number}" if m[0] in values else m[0], text).split())
-        inputs = [self.aliases[name] for name in POINTER.findall(text) if name in self.aliases]
+        inputs = [self.aliases.get(name, name) for name in POINTER.findall(text)]
         key = POINTER.sub(lambda m: f"input {self.aliases[m[1]]}" if m[1] in self.aliases else m[1], key)
         epoch = tuple(self.written.get(at, 0) for at in inputs)
         number = self.numbers.setdefault((key, epoch), len(self.numbers))

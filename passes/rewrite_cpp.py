@@ -202,7 +202,8 @@ def _of_one_block(body: str, name: str, width: int) -> str:
 
 
 def _without_dead_stores(body: str, temporaries: set[str]) -> str:
-    read = {name for name in temporaries if re.search(rf"(?:loadu|few<[^>]*>)\({name} \+|= {name}\[", body)}
+    rest = STORE.sub("", body)  # whatever else names an array may read it
+    read = {name for name in temporaries if re.search(rf"\b{name}\b", rest)}
     return STORE.sub(lambda m: "" if m[2] in temporaries - read else m[0], body)
 
 

@@ -291,6 +291,17 @@ FOUND = (  # what a long run has found, and was mended
         (("reload", 133), ("zero gradient", 64354), ("none", 1024)),
         376,
     ),
+    Case(
+        "Adam",
+        {"amsgrad": True},
+        "dettmers-8bit",
+        128,
+        torch.bfloat16,
+        ((4, 64),),
+        ("plain",),
+        (("none", 2947), ("none", 1)),
+        1,
+    ),
 )
 
 
