@@ -69,7 +69,10 @@ NEEDED = (
     ("torch._logging", "trace_structured"),
     ("torch._subclasses", "FakeTensorMode"),
     ("torch.fx.experimental.proxy_tensor", "make_fx"),
-    ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.create_symbol ShapeEnv.create_symintnode"),
+    (
+        "torch.fx.experimental.symbolic_shapes",
+        "DimDynamic.INFER_STRIDE ShapeEnv.create_symbol ShapeEnv.create_symintnode StatelessSymbolicContext",
+    ),
     ("torch.func", "functionalize"),
     ("torch.utils._sympy.value_ranges", "ValueRanges.tighten"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -99,6 +100,41 @@ def guard_kinds(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             guards.add(source.make_guard(GuardBuilder.TENSOR_MATCH))
         elif isinstance(source, GradSource):
             guards.add(AttrSource(source, "dtype").make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+def keep_gradients_static(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Let AOTAutograd take the gradients among the inputs with the sizes and strides that they have.
+
+    Where a step is compiled again because a gradient has other strides, Dynamo makes these symbols, but not in the fake gradients
+    that its own graph has: those are made with the parameter, which is static. The guards of AOTAutograd then name symbols that
+    Dynamo does not know, and it ends with an IndexError (torch 2.13). A gradient has its parameter's sizes, which are guarded
+    (`guard_kinds`), and strides that are read are guarded too (`guard_strides`).
+    """
+    from torch._dynamo.source import GradSource
+    from torch._guards import TracingContext
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    def static(context: Any) -> Any:
+        if not isinstance(context, StatelessSymbolicContext):  # of a DTensor: its parts have contexts of their own
+            return context
+        dims = len(context.dynamic_sizes)
+        return dataclasses.replace(
+            context,
+            dynamic_sizes=[DimDynamic.STATIC] * dims,
+            dynamic_strides=[DimDynamic.INFER_STRIDE] * dims,
+            constraint_sizes=[None] * dims,
+            constraint_strides=[None] * dims,
+            view_base_context=static(context.view_base_context),
+        )
+
+    tracing = TracingContext.try_get()
+    if tracing is None:  # not called by Dynamo
+        return
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        is_gradient = isinstance(getattr(node.meta.get("grapharg"), "source", None), GradSource)
+        if is_gradient and value in tracing.tensor_to_context:
+            tracing.tensor_to_context[value] = static(tracing.tensor_to_context[value])
 
 
 def guard_strides(gm: fx.GraphModule, read: Iterable[int]) -> None:

@@ -26,7 +26,7 @@ from qcompile._compat import (
     without_unused_attributes,
 )
 from qcompile._compat_distributed import local_of, with_local
-from qcompile._compat_dynamo import guard_kinds, guard_strides
+from qcompile._compat_dynamo import guard_kinds, guard_strides, keep_gradients_static
 from qcompile._compat_inductor import mode_options
 from qcompile._compat_stock import inductor_apart, stock_inductor
 from qcompile.dense_step import activity
@@ -69,6 +69,7 @@ def qstate(
     require_supported_torch()
     hooks.note_graph(gm, example_inputs)
     guard_kinds(gm, example_inputs)
+    keep_gradients_static(gm, example_inputs)
     chosen = Options.parse(options)
     settings = mode_options(mode)
     settings.update({name.replace("-", "_"): value for name, value in (chosen.inductor or {}).items()})

@@ -312,6 +312,16 @@ def test_found(case: Case) -> None:
     run(case)
 
 
+def test_gradients_with_other_strides() -> None:
+    """Dynamo compiles again, and AOTAutograd reads the strides; what it has cached hides how it comes to its guards."""
+    events = (("strided", 65535), ("strided", 761))
+    layouts = ("transposed", "transposed", "channels_last")
+    shapes = ((21, 65), (18, 16), (2, 3, 1, 2))
+    case = Case("Adamax", {}, "8bit", 64, torch.float32, shapes, layouts, events, 3)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        run(case)
+
+
 @settings(max_examples=100, derandomize=True, **COMMON)
 @given(cases(FEW, ["8bit", "4bit"], [torch.float32]))
 def test_sequences(case: Case) -> None:
