@@ -88,6 +88,28 @@ def test_what_was_overwritten_is_computed_again(aliases: dict[str, int]) -> None
     assert arrays == []
 
 
+def test_a_mask_that_was_overwritten_is_another() -> None:
+    """The array that it is read from holds what the loop before has stored."""
+    at = "flags + static_cast<int64_t>(x1), static_cast<int64_t>(8)"
+
+    def written(limit: str) -> str:
+        load = LOAD.format("in_ptr0")
+        return loop(f"\nauto tmp0 = {load};\nauto tmp5 = at::vec::VecMask<float,1>(tmp0 > {limit});\ntmp5.store({at});")
+
+    def read(stored: str) -> str:
+        choice = f"\nauto tmp9 = at::vec::VecMask<float,1>::from({at});\nauto tmp0 = decltype(tmp8)::blendv(tmp8, tmp8, tmp9.template cast<float,1>());"
+        return loop(
+            f"\nauto tmp8 = {LOAD.format('in_ptr0')};{choice}{COSTLY}\ntmp3.store({stored} + static_cast<int64_t>(x1 + 256L*x0));"
+        )
+
+    _, arrays = rewrite_loops(written("tmp0") + read("out_ptr0") + read("out_ptr1"), {"flags"}, ALIASES)
+    assert len(arrays) == 1
+    _, arrays = rewrite_loops(
+        written("tmp0") + read("out_ptr0") + written("tmp0 * tmp0") + read("out_ptr1"), {"flags"}, ALIASES
+    )
+    assert arrays == []
+
+
 def test_loops_over_other_elements_share_nothing() -> None:
     shorter = second().replace("static_cast<int64_t>(256L); x1+=", "static_cast<int64_t>(128L); x1+=")
     _, arrays = rewrite_loops(first() + shorter, set(), ALIASES)
