@@ -71,7 +71,7 @@ NEEDED = (
     ("torch.fx.experimental.proxy_tensor", "make_fx"),
     (
         "torch.fx.experimental.symbolic_shapes",
-        "DimDynamic.INFER_STRIDE ShapeEnv.create_symbol ShapeEnv.create_symintnode StatelessSymbolicContext",
+        "DimDynamic.INFER_STRIDE ShapeEnv.create_symbol ShapeEnv.create_symintnode",
     ),
     ("torch.func", "functionalize"),
     ("torch.utils._sympy.value_ranges", "ValueRanges.tighten"),

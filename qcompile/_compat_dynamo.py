@@ -112,14 +112,16 @@ def keep_gradients_static(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
     """
     from torch._dynamo.source import GradSource
     from torch._guards import TracingContext
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
 
     def static(context: Any) -> Any:
-        if not isinstance(context, StatelessSymbolicContext):  # of a DTensor: its parts have contexts of their own
-            return context
+        if context is None:
+            return None
         dims = len(context.dynamic_sizes)
+        parts = getattr(context, "inner_contexts", None)  # of a DTensor
         return dataclasses.replace(
             context,
+            **({} if parts is None else {"inner_contexts": {name: static(part) for name, part in parts.items()}}),
             dynamic_sizes=[DimDynamic.STATIC] * dims,
             dynamic_strides=[DimDynamic.INFER_STRIDE] * dims,
             constraint_sizes=[None] * dims,
