@@ -178,14 +178,13 @@ class Fuzzed:
         other.step()
         self.step()
         for mine, p, old, state in zip(self.params, params, before, states, strict=True):
-            self._check_parameter(mine, p, old, other)
+            terms = self._terms(p, old)
+            self._check_parameter(mine, p, old, other, terms)
             if mine.grad is not None:
                 self.updated.add(mine)
             # Adagrad makes its state when it is made; it is quantized by the first step that has a gradient for it.
             is_planned = mine in self.updated or self.case.kind != "Adagrad"
-            self._check_state(
-                self.optimizer.state.get(mine, {}), other.state.get(p, {}), state, is_planned, self._terms(p, old)
-            )
+            self._check_state(self.optimizer.state.get(mine, {}), other.state.get(p, {}), state, is_planned, terms)
             with torch.no_grad():  # a bad element is the user's to repair
                 bad = ~mine.isfinite()
                 mine[bad] = old[bad].to(mine.dtype)
@@ -195,13 +194,15 @@ class Fuzzed:
 
     def _terms(self, p: Tensor, old: Tensor) -> Tensor:
         """Of a gradient that has a decay of the parameter in it, which may cancel, how large its terms are; else 0."""
-        decay = 0.0 if self.settings.get("decoupled_weight_decay") or self.case.kind == "AdamW" else 1.0
-        decay *= self.settings.get("weight_decay", 0.0)
-        if not decay or p.grad is None:
+        decay = self.settings.get("weight_decay", 0.0)
+        is_apart = self.case.kind == "AdamW" or self.settings.get("decoupled_weight_decay", False)
+        if not decay or is_apart or p.grad is None:
             return torch.zeros_like(old)
         return torch.nan_to_num(p.grad.abs() + decay * old.abs(), 0.0, 0.0, 0.0)
 
-    def _check_parameter(self, mine: Tensor, p: Tensor, old: Tensor, other: torch.optim.Optimizer) -> None:
+    def _check_parameter(
+        self, mine: Tensor, p: Tensor, old: Tensor, other: torch.optim.Optimizer, terms: Tensor
+    ) -> None:
         found, expected = mine.detach().float(), p.detach()
         good = expected.isfinite()
         assert torch.equal(found.isfinite(), good)
@@ -210,7 +211,7 @@ class Fuzzed:
         unit = 0 if mine.dtype == torch.float32 else info.eps  # of 16 bits, also below its normal numbers
         least = unit * info.smallest_normal + 1e-30
         allowed = (2e-6 + unit) * expected.abs() + 2e-5 * (expected - old).abs() + least
-        if (terms := self._terms(p, old)).any():  # what is lost where they cancel, through Adam's and RAdam's update
+        if terms.any():  # what is lost where they cancel, through Adam's and RAdam's update
             state, rate = other.state[p], other.param_groups[0]["lr"]
             root = (state["exp_avg_sq"] / (1 - 0.999 ** state["step"].item())).sqrt()
             allowed += 4 * ROUNDING * rate * (terms / (root + 1e-8) + terms)
