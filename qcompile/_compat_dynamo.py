@@ -72,6 +72,15 @@ def break_behind(gm: fx.GraphModule) -> str | None:
     return f"{first}{where}" + (f" ({explained.removeprefix('Explanation: ')})" if explained else "")
 
 
+def gradient_sources(gm: fx.GraphModule) -> dict[int, Any]:
+    """Where Dynamo got the gradients among a graph's placeholders, by the place of each."""
+    from torch._dynamo.source import GradSource
+
+    placeholders = (node for node in gm.graph.nodes if node.op == "placeholder")
+    sources = (getattr(node.meta.get("grapharg"), "source", None) for node in placeholders)
+    return {i: source for i, source in enumerate(sources) if isinstance(source, GradSource)}
+
+
 def guard_kinds(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Let Dynamo guard the dtype, shape and device of the parameters of a graph that it compiles now, and the dtype of gradients.
 
@@ -80,12 +89,15 @@ def guard_kinds(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     A gradient has the shape and the device of its parameter, and with `grad_dtype = None` any dtype.
     """
     from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.source import AttrSource, GradSource
+    from torch._dynamo.source import AttrSource
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
     if context is None:  # not called by Dynamo
         return
+    guards = context.guards_context.dynamo_guards
+    for source in gradient_sources(gm).values():
+        guards.add(AttrSource(source, "dtype").make_guard(GuardBuilder.EQUALS_MATCH))
     placeholders = iter(example_inputs)
     held = getattr(gm, "_param_name_to_source", None) or {}
     for node in gm.graph.nodes:
@@ -95,11 +107,8 @@ def guard_kinds(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             value, source = getattr(gm, str(node.target), None), held.get(node.target)
         else:
             continue
-        guards = context.guards_context.dynamo_guards
         if isinstance(value, nn.Parameter) and source is not None:
             guards.add(source.make_guard(GuardBuilder.TENSOR_MATCH))
-        elif isinstance(source, GradSource):
-            guards.add(AttrSource(source, "dtype").make_guard(GuardBuilder.EQUALS_MATCH))
 
 
 def keep_gradients_static(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -110,7 +119,6 @@ def keep_gradients_static(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
     Dynamo does not know, and it ends with an IndexError (torch 2.13). A gradient has its parameter's sizes, which are guarded
     (`guard_kinds`), and strides that are read are guarded too (`guard_strides`).
     """
-    from torch._dynamo.source import GradSource
     from torch._guards import TracingContext
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -132,10 +140,8 @@ def keep_gradients_static(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
     tracing = TracingContext.try_get()
     if tracing is None:  # not called by Dynamo
         return
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    for node, value in zip(placeholders, example_inputs, strict=True):
-        is_gradient = isinstance(getattr(node.meta.get("grapharg"), "source", None), GradSource)
-        if is_gradient and value in tracing.tensor_to_context:
+    for value in (example_inputs[i] for i in gradient_sources(gm)):
+        if value in tracing.tensor_to_context:
             tracing.tensor_to_context[value] = static(tracing.tensor_to_context[value])
 
 
@@ -145,17 +151,16 @@ def guard_strides(gm: fx.GraphModule, read: Iterable[int]) -> None:
     It does not (torch 2.13, 2.14), and the code ends with an AssertionError where a gradient has other ones: Adamax takes its size.
     """
     from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource, GradSource
+    from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
     if context is None:  # not called by Dynamo
         return
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    for source in (getattr(placeholders[i].meta.get("grapharg"), "source", None) for i in read):
-        if isinstance(source, GradSource):
-            stride = CallFunctionNoArgsSource(AttrSource(source, "stride"))
-            context.guards_context.dynamo_guards.add(stride.make_guard(GuardBuilder.EQUALS_MATCH))
+    sources = gradient_sources(gm)
+    for i in sources.keys() & read:
+        stride = CallFunctionNoArgsSource(AttrSource(sources[i], "stride"))
+        context.guards_context.dynamo_guards.add(stride.make_guard(GuardBuilder.EQUALS_MATCH))
 
 
 def dead_entries(function: Any) -> int:
