@@ -112,6 +112,8 @@ def train(spec: Spec) -> Run:
             break
         update(loss, optimizer, step, schedule)
         if t % every == 0:
+            if not all(p.isfinite().all() for p in model.parameters()):
+                break
             points.append({"step": t, **evaluate(network, is_exact=spec.forward == "exact")})
     states = qcompile.explain(optimizer).states if spec.state != "dense" else ()
     quantized = [s for s in states if s.reason is None]
@@ -153,8 +155,9 @@ def evaluate(model: GPT, is_exact: bool) -> dict[str, Any]:
         "output_error": output_error(model, quantized, tokens),
         "mmr": statistics.mean(layer.mmr for layer in linear),
         "kurtosis": statistics.mean(layer.kurtosis for layer in linear),
-        "gain_1": statistics.median(g for g, _ in gains),
-        "gain_2": statistics.median(g for _, g in gains),
+        # of a model that no longer looks at its input no layer's input has an error
+        "gain_1": statistics.median(g for g, _ in gains) if gains else math.nan,
+        "gain_2": statistics.median(g for _, g in gains) if gains else math.nan,
         "kinds": {kind: medians([x.parts for x in layers if x.kind == kind]) for kind in {x.kind for x in layers}},
     }
 

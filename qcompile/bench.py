@@ -159,11 +159,12 @@ def _start(item: _Running, params: list[nn.Parameter], device: torch.device) -> 
 
 
 def _first_call(step: Callable[[], object], candidate: Candidate, device: torch.device) -> FirstCall:
-    """Run for the first time. What is unknown of a part, because torch names its timers otherwise, stays None."""
+    """Run for the first time. What is unknown of a part stays None: torch may name its timers otherwise, and they follow the
+    clock of the day, which may be set in between."""
     before = compile_seconds()
     total = _timed(step, device, events=False)
     spent = {name: seconds - before[name] for name, seconds in compile_seconds().items()}
-    if spent["total"] <= 0 or spent["backend"] <= 0:
+    if not 0 < spent["backend"] <= spent["total"] <= total:
         return FirstCall(total)
     ours = candidate.kind == "ours"
     inductor = spent["inductor"] if ours else spent["backend"]

@@ -112,6 +112,27 @@ def test_on_a_gpu_the_default_is_three_models() -> None:
     assert [name for name, _ in bench_command._wanted(asked, CPU)] == ["8x1024x4096"]
 
 
+@pytest.mark.parametrize(
+    ("timers", "expected"),
+    [
+        ((5.0, 4.0, 3.0, 1.0), (1.0, 1.0, 2.0, 1.0)),
+        ((50.0, 4.0, 3.0, 1.0), (None,) * 4),  # the clock was set while Dynamo was at work
+        ((0.0, 0.0, 0.0, 0.0), (None,) * 4),  # nothing was compiled
+    ],
+)
+def test_parts_of_a_first_call(
+    timers: tuple[float, ...], expected: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("total", "backend", "inductor", "codegen")
+    read = iter([dict.fromkeys(names, 7.0), {name: 7.0 + spent for name, spent in zip(names, timers, strict=True)}])
+    monkeypatch.setattr(bench, "compile_seconds", lambda: next(read))
+    monkeypatch.setattr(bench, "_timed", lambda *args, **named: 6.0)
+    (candidate,) = (c for c in find_candidates(next(iter(OPTIMIZERS)), ["8bit"], (), torch.float32) if c.kind == "ours")
+    found = bench._first_call(lambda: None, candidate, torch.device("cpu"))
+    assert (found.dynamo, found.passes, found.inductor, found.codegen) == expected
+    assert found.total == 6.0
+
+
 def test_a_run_measures_every_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,18 @@ def test_rho_is_the_shift_of_the_line() -> None:
     assert f"| AdamW | {loss(100):.3f} | {-0.4 * math.log(rho):.3f} |" in trained
 
 
+def test_a_model_that_ignores_its_input_is_measured() -> None:
+    """Where Shampoo's rate is too large its layer norms go to 0, and the model tells how often each byte occurs."""
+    study = example("optimizer_study")
+    model = study.GPT(1, 64, study.CONTEXT)
+    with torch.no_grad():
+        for norm in (m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)):
+            norm.weight.zero_()
+    found = study.evaluate(model, is_exact=True)
+    assert math.isnan(found["gain_1"])
+    assert math.isfinite(found["loss"])
+
+
 def test_the_quick_study_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pytorch_optimizer")
     study = example("optimizer_study")
