@@ -112,9 +112,10 @@ def train(spec: Spec) -> Run:
             break
         update(loss, optimizer, step, schedule)
         if t % every == 0:
-            if not all(p.isfinite().all() for p in model.parameters()):
+            found = evaluate(network, is_exact=spec.forward == "exact")
+            if not math.isfinite(found["loss"]):
                 break
-            points.append({"step": t, **evaluate(network, is_exact=spec.forward == "exact")})
+            points.append({"step": t, **found})
     states = qcompile.explain(optimizer).states if spec.state != "dense" else ()
     quantized = [s for s in states if s.reason is None]
     return {
